@@ -1,0 +1,1 @@
+"""One step of the model; executors share the seam in `base`."""

@@ -1,0 +1,1 @@
+"""The serving loop: requests, batching, step, commit, events. No transport in it."""
