@@ -57,25 +57,21 @@ class HiSparseConfig:
     debug_checks: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.placement, Placement):
-            try:
-                object.__setattr__(self, "placement", Placement(self.placement))
-            except ValueError:
-                raise ConfigError(
-                    f"placement: expected one of {', '.join(Placement)}, got {self.placement!r}"
-                ) from None
-        minimum = {"host_pool_bytes": 0, "admission_reserve_pages": 0, "population_pages": 0}
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.type is bool or field.name == "debug_checks":
-                if not isinstance(value, bool):
-                    raise ConfigError(f"{field.name}: expected true or false, got {value!r}")
+        try:
+            object.__setattr__(self, "placement", Placement(self.placement))
+        except ValueError:
+            raise ConfigError(
+                f"placement: expected one of {', '.join(Placement)}, got {self.placement!r}"
+            ) from None
+        if not isinstance(self.debug_checks, bool):
+            raise ConfigError(f"debug_checks: expected true or false, got {self.debug_checks!r}")
+        may_be_zero = ("host_pool_bytes", "admission_reserve_pages", "population_pages")
+        for name, value in asdict(self).items():
+            if name in ("placement", "debug_checks"):
                 continue
-            if field.name == "placement":
-                continue
-            low = minimum.get(field.name, 1)
-            if isinstance(value, bool) or not isinstance(value, int) or value < low:
-                raise ConfigError(f"{field.name}: expected a whole number of at least {low}, got {value!r}")
+            least = 0 if name in may_be_zero else 1
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ConfigError(f"{name}: expected a whole number of at least {least}, got {value!r}")
         if self.max_batch_tokens < self.max_requests * self.max_width:
             raise ConfigError(
                 f"max_batch_tokens={self.max_batch_tokens} is below one decode step of all requests: "

@@ -9,6 +9,8 @@ from typing import Protocol
 
 import torch
 
+from trtllm_hisparse.models.spec import ModelSpec
+
 
 @dataclass(frozen=True)
 class StepBatch:
@@ -74,6 +76,16 @@ class KVStep(Protocol):
 
 class Engine(Protocol):
     """One model, loaded."""
+
+    @property
+    def spec(self) -> ModelSpec: ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """dtype of payload rows and index keys."""
+
+    @property
+    def vocab_size(self) -> int: ...
 
     def step(self, kv: KVStep) -> torch.Tensor:
         """Run the batch and return float32 logits `[L, vocab]` of its `logit_rows`."""

@@ -1,0 +1,1 @@
+"""The policy that moves pages: admission, reclaim, population. No bytes move here."""

@@ -1,0 +1,17 @@
+"""From a checkpoint on disk to a runtime."""
+
+import torch
+
+from trtllm_hisparse.config import HiSparseConfig
+from trtllm_hisparse.engine.torch_engine import TorchEngine
+from trtllm_hisparse.errors import ConfigError
+from trtllm_hisparse.runtime.loop import Runtime
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def load_runtime(checkpoint: str, config: HiSparseConfig, dtype: str = "float32") -> Runtime:
+    """Load a Hugging Face checkpoint into the torch engine. CheckpointError or ConfigError say what is wrong."""
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
+    return Runtime(TorchEngine.load(checkpoint, DTYPES[dtype]), config)
