@@ -9,9 +9,18 @@ from trtllm_hisparse.runtime.loop import Runtime
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
+SMALL_HIDDEN = 1024
+"""Hidden size up to which a second thread costs more in barriers than it computes (25 times, on two busy cores)."""
+
 
 def load_runtime(checkpoint: str, config: HiSparseConfig, dtype: str = "float32") -> Runtime:
-    """Load a Hugging Face checkpoint into the torch engine. CheckpointError or ConfigError say what is wrong."""
+    """Load a Hugging Face checkpoint into the torch engine. CheckpointError or ConfigError say what is wrong.
+
+    A small model runs torch on one thread, for the whole process.
+    """
     if dtype not in DTYPES:
         raise ConfigError(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
-    return Runtime(TorchEngine.load(checkpoint, DTYPES[dtype]), config)
+    engine = TorchEngine.load(checkpoint, DTYPES[dtype])
+    if engine.config.hidden_size <= SMALL_HIDDEN:
+        torch.set_num_threads(1)
+    return Runtime(engine, config)

@@ -1,0 +1,136 @@
+"""`trtllm-hisparse doctor`: judgements on machines we do not have, and a look at the one we have."""
+
+import dataclasses
+import json
+
+import numpy
+import pytest
+import torch
+
+from trtllm_hisparse import doctor
+from trtllm_hisparse.cli import main
+from trtllm_hisparse.config import GIB, MIB, HiSparseConfig
+
+SERVER = doctor.Machine(
+    python="3.11.9",
+    torch="2.13.0",
+    cuda="13.0",
+    gpu="a GPU",
+    packages=dict.fromkeys(doctor.PACKAGES, "1.26.4"),
+    tritonserver="/opt/tritonserver/bin/tritonserver",
+    triton_stub=True,
+    nvcc="/usr/local/cuda/bin/nvcc",
+    available_bytes=64 * GIB,
+)
+
+
+def missing(**changes):
+    """{capability: what is missing} on SERVER with changes; packages given by name replace single entries."""
+    packages = dict(SERVER.packages) | changes.pop("packages", {})
+    machine = dataclasses.replace(SERVER, packages=packages, **changes)
+    found = doctor.capabilities(machine, HiSparseConfig())
+    return {c.name: c.missing for c in found if not c.available}
+
+
+def test_a_full_machine_runs_everything():
+    assert missing() == {}
+
+
+def test_without_a_gpu_engines_are_built_but_not_run():
+    why = ("GPU: torch 2.13.0 (CUDA 13.0) sees no device",)
+    assert missing(gpu=None) == {
+        "torch engine on the GPU": why,
+        "TensorRT engine": why,
+        "trtllm-build": why,
+        "TensorRT-RTX engine": why,
+    }
+
+
+def test_a_cpu_build_of_torch_is_named():
+    found = missing(gpu=None, cuda=None, torch="2.13.0+cpu")
+    assert found["torch engine on the GPU"] == ("GPU: torch 2.13.0+cpu is a build without CUDA",)
+
+
+@pytest.mark.parametrize(
+    ("package", "capabilities"),
+    [
+        ("tensorrt", {"TensorRT engine"}),
+        ("tensorrt_llm", {"trtllm-build"}),
+        ("tensorrt_rtx", {"TensorRT-RTX engine build", "TensorRT-RTX engine"}),
+        ("tritonclient", {"Triton client"}),
+    ],
+)
+def test_a_missing_package(package, capabilities):
+    found = missing(packages={package: None})
+    assert set(found) == capabilities
+    assert all(package in why for reasons in found.values() for why in reasons)
+
+
+def test_missing_nvcc():
+    assert missing(nvcc=None) == {"CUDA plugin build": ("nvcc: none on PATH or in CUDA_HOME",)}
+
+
+def test_a_system_server_needs_no_wheel():
+    assert missing(packages={"pytriton": None, "numpy": "2.4.6"}, triton_stub=False) == {}
+
+
+def test_conditions_of_the_wheels_server():
+    assert missing(tritonserver=None) == {}
+    [why] = missing(tritonserver=None, packages={"pytriton": None})["Triton server"]
+    assert "trtllm-hisparse[server]" in why
+    stub, numpy_2 = missing(tritonserver=None, triton_stub=False, packages={"numpy": "2.4.6"})["Triton server"]
+    assert "no Python backend stub for Python 3.11.9" in stub
+    assert "needs 1.x, found 2.4.6" in numpy_2
+
+
+def test_too_little_memory_for_the_pools():
+    config = HiSparseConfig()
+    need = config.device_pool_bytes + config.host_pool_bytes
+    assert missing(available_bytes=need) == {}
+    [why] = missing(available_bytes=need - 1)["torch engine on the CPU, embedded"]
+    assert "need 1.25 GiB" in why
+
+
+@pytest.fixture
+def system(tmp_path):
+    """A /proc with 8 GiB available, and an empty cgroup folder."""
+    proc, cgroup = tmp_path / "proc", tmp_path / "cgroup"
+    proc.mkdir()
+    (cgroup / "memory").mkdir(parents=True)
+    (proc / "meminfo").write_text(f"MemTotal: 16777216 kB\nMemAvailable: {8 * MIB} kB\nHugePages_Total: 0\n")
+    return proc, cgroup
+
+
+def test_memory_without_a_container(system):
+    assert doctor.available_bytes(*system) == 8 * GIB
+
+
+@pytest.mark.parametrize(
+    ("limit", "usage", "expected"),
+    [("max", 5 * GIB, 8 * GIB), (6 * GIB, 2 * GIB, 4 * GIB), (GIB, 2 * GIB, 0), (1 << 62, GIB, 8 * GIB)],
+)
+@pytest.mark.parametrize(
+    "names", [("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")]
+)
+def test_memory_limited_by_a_container(system, names, limit, usage, expected):
+    for name, value in zip(names, (limit, usage), strict=True):
+        (system[1] / name).write_text(f"{value}\n")
+    assert doctor.available_bytes(*system) == expected
+
+
+def test_this_machine(capsys):
+    assert main(["doctor", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["machine"]["torch"] == torch.__version__
+    assert found["machine"]["packages"]["numpy"] == numpy.__version__
+    assert found["machine"]["available_bytes"] > 0
+    gpu = next(c for c in found["capabilities"] if c["name"] == "torch engine on the GPU")
+    assert gpu["available"] == torch.cuda.is_available()
+    assert bool(gpu["missing"]) != gpu["available"]
+
+
+def test_table(capsys):
+    assert main(["doctor"]) == 0
+    text = capsys.readouterr().out
+    assert "torch engine on the CPU, embedded" in text
+    assert torch.__version__ in text

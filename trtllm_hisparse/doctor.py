@@ -1,0 +1,217 @@
+"""`trtllm-hisparse doctor`: what this machine can run, and what keeps it from running the rest.
+
+Nothing heavy is imported: packages are looked up, not loaded, apart from torch.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from trtllm_hisparse.config import GIB, HiSparseConfig
+
+PACKAGES = ("numpy", "tensorrt", "tensorrt_rtx", "tensorrt_llm", "pytriton", "tritonclient")
+DISTRIBUTIONS = {"pytriton": "nvidia-pytriton"}
+"""Where the distribution's name is not the module's."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What was found. A package, tool or device that is not there is None.
+
+    packages:         {module: version}, for each of `PACKAGES`.
+    gpu:              name of the first CUDA device.
+    cuda:             CUDA version torch was built with.
+    triton_stub:      the nvidia-pytriton wheel has a Python stub for this Python.
+    available_bytes:  memory this process may still take, container limits included.
+    """
+
+    python: str
+    torch: str
+    cuda: str | None
+    gpu: str | None
+    packages: Mapping[str, str | None]
+    tritonserver: str | None
+    triton_stub: bool
+    nvcc: str | None
+    available_bytes: int
+
+
+@dataclass(frozen=True)
+class Capability:
+    """One thing this package does. missing: what stands in the way, one line each; empty = it runs here."""
+
+    name: str
+    missing: tuple[str, ...]
+
+    @property
+    def available(self) -> bool:
+        """Whether it runs here."""
+        return not self.missing
+
+
+# -- looking ----------------------------------------------------------------------------------------------
+def inspect() -> Machine:
+    """Look at this machine."""
+    gpu = torch.cuda.is_available()
+    return Machine(
+        python=platform.python_version(),
+        torch=torch.__version__,
+        cuda=torch.version.cuda,
+        gpu=torch.cuda.get_device_name(0) if gpu else None,
+        packages={name: _version(name) for name in PACKAGES},
+        tritonserver=shutil.which("tritonserver"),
+        triton_stub=_triton_stub(),
+        nvcc=_nvcc(),
+        available_bytes=available_bytes(),
+    )
+
+
+def _version(module: str) -> str | None:
+    if importlib.util.find_spec(module) is None:
+        return None
+    try:
+        return version(DISTRIBUTIONS.get(module, module))
+    except PackageNotFoundError:  # a build of one's own on sys.path
+        return "unknown"
+
+
+def _triton_stub() -> bool:
+    spec = importlib.util.find_spec("pytriton")
+    if spec is None or not spec.submodule_search_locations:
+        return False
+    stubs = Path(spec.submodule_search_locations[0]) / "tritonserver" / "python_backend_stubs"
+    return (stubs / f"{sys.version_info.major}.{sys.version_info.minor}").is_dir()
+
+
+def _nvcc() -> str | None:
+    """nvcc of the PATH, else of CUDA_HOME, else of the usual place."""
+    home = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin"
+    return shutil.which("nvcc") or shutil.which("nvcc", path=str(home))
+
+
+def available_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes this process may still take: what the machine has free, or less where a container limits it."""
+    meminfo = dict(line.split(":") for line in (proc / "meminfo").read_text().splitlines())
+    rooms = [int(meminfo["MemAvailable"].split()[0]) * 1024]
+    for limit_file, usage_file in (
+        ("memory.max", "memory.current"),  # cgroup v2
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),  # v1
+    ):
+        try:
+            limit, usage = ((cgroup / name).read_text().strip() for name in (limit_file, usage_file))
+        except OSError:
+            continue
+        if limit != "max":
+            rooms.append(max(0, int(limit) - int(usage)))
+    return min(rooms)
+
+
+# -- judging ----------------------------------------------------------------------------------------------
+def capabilities(machine: Machine, config: HiSparseConfig) -> tuple[Capability, ...]:
+    """What `machine` can run with pools as in `config`, in the order one would try them."""
+    package = machine.packages
+    no_gpu = () if machine.gpu else (_why_no_gpu(machine),)
+    return (
+        Capability("torch engine on the CPU, embedded", _short_of(machine, config)),
+        Capability("torch engine on the GPU", no_gpu),
+        Capability("Triton server", _why_no_server(machine)),
+        Capability("Triton client", _without(package, "tritonclient", "pip install 'trtllm-hisparse[client]'")),
+        Capability("CUDA plugin build", () if machine.nvcc else ("nvcc: none on PATH or in CUDA_HOME",)),
+        Capability("TensorRT engine", no_gpu + _without(package, "tensorrt", "pip install tensorrt")),
+        Capability("trtllm-build", no_gpu + _without(package, "tensorrt_llm", "pip install tensorrt_llm")),
+        # RTX engines are built ahead of time, without a GPU.
+        Capability("TensorRT-RTX engine build", _without(package, "tensorrt_rtx", "pip install tensorrt_rtx")),
+        Capability("TensorRT-RTX engine", no_gpu + _without(package, "tensorrt_rtx", "pip install tensorrt_rtx")),
+    )
+
+
+def _short_of(machine: Machine, config: HiSparseConfig) -> tuple[str, ...]:
+    """On a CPU the device pool is ordinary memory too."""
+    need = config.device_pool_bytes + config.host_pool_bytes
+    if machine.available_bytes >= need:
+        return ()
+    return (f"memory: the default pools need {need / GIB:.2f} GiB, {machine.available_bytes / GIB:.2f} available",)
+
+
+def _why_no_gpu(machine: Machine) -> str:
+    if machine.cuda is None:
+        return f"GPU: torch {machine.torch} is a build without CUDA"
+    return f"GPU: torch {machine.torch} (CUDA {machine.cuda}) sees no device"
+
+
+def _why_no_server(machine: Machine) -> tuple[str, ...]:
+    """A system tritonserver brings its own Python backend; the wheel's has conditions."""
+    if machine.tritonserver:
+        return ()
+    if machine.packages["pytriton"] is None:
+        return ("tritonserver: none on PATH, and no nvidia-pytriton (pip install 'trtllm-hisparse[server]')",)
+    missing = []
+    if not machine.triton_stub:
+        missing.append(f"nvidia-pytriton: has no Python backend stub for Python {machine.python}")
+    numpy = machine.packages["numpy"]
+    if numpy is None or int(numpy.split(".")[0]) >= 2:
+        missing.append(f"numpy: the Python backend of nvidia-pytriton needs 1.x, found {numpy}")
+    return tuple(missing)
+
+
+def _without(packages: Mapping[str, str | None], name: str, remedy: str) -> tuple[str, ...]:
+    return () if packages[name] else (f"{name}: not installed ({remedy})",)
+
+
+# -- telling ----------------------------------------------------------------------------------------------
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the command."""
+    text = "what this machine can run and why not"
+    parser = subparsers.add_parser("doctor", help=text, description=text)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print what was found and what runs. Returns 1 when not even the embedded engine does."""
+    machine = inspect()
+    found = capabilities(machine, HiSparseConfig())
+    if args.json:
+        able = [{"name": c.name, "available": c.available, "missing": c.missing} for c in found]
+        print(json.dumps({"machine": asdict(machine), "capabilities": able}))
+    else:
+        console = Console()
+        console.print(_machine_table(machine))
+        console.print(_capability_table(found))
+    return 0 if found[0].available else 1
+
+
+def _machine_table(machine: Machine) -> Table:
+    table = Table(title="this machine", title_justify="left", show_header=False)
+    rows = {
+        "Python": machine.python,
+        "torch": f"{machine.torch}, {f'CUDA {machine.cuda}' if machine.cuda else 'no CUDA'}",
+        "GPU": machine.gpu,
+        **machine.packages,
+        "tritonserver on PATH": machine.tritonserver,
+        "nvcc": machine.nvcc,
+        "available memory": f"{machine.available_bytes / GIB:.1f} GiB",
+    }
+    for what, value in rows.items():
+        table.add_row(what, value or "none")
+    return table
+
+
+def _capability_table(found: tuple[Capability, ...]) -> Table:
+    table = Table(title="what it can run", title_justify="left", show_header=False)
+    for capability in found:
+        mark = "[green]yes[/]" if capability.available else "[red]no[/]"
+        table.add_row(capability.name, mark, "\n".join(capability.missing).replace("[", r"\["))
+    return table

@@ -1,0 +1,1 @@
+"""Text in, text out: tokenizer, stop strings, cancellation, metrics, and Triton in front."""
