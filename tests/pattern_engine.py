@@ -80,7 +80,9 @@ class PatternEngine:
         assert torch.equal(locations >= 0, valid), "a location for no entry, or none for an entry"
         got = kv.payload(layer)[locations[valid]]
         want = row(tag[:, None].expand_as(selections), role.payload, selections.long())[valid]
-        assert torch.equal(got, want), f"layer {layer}: {got[(got != want).any(-1)]} != {want[(got != want).any(-1)]}"
+        assert torch.equal(got, want), (
+            f"layer {layer}: {got[(got != want).any(-1)]} != {want[(got != want).any(-1)]}"
+        )
 
     def _check_keys(self, kv, layer, role):
         pages = kv.index_pages(layer)

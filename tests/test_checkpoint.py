@@ -145,9 +145,7 @@ def reference(weight, scale, block):
 def test_dequantise(shape, block):
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(shape, generator=generator).to(torch.float8_e4m3fn)
-    scale = torch.tensor([1.5, 0.3, 0.07])[
-        torch.randint(0, 3, fp8.scale_shape(shape, block), generator=generator)
-    ]
+    scale = torch.tensor([1.5, 0.3, 0.07])[torch.randint(0, 3, fp8.scale_shape(shape, block), generator=generator)]
     got = fp8.dequantise(weight, scale, block)
     assert got.dtype == torch.float32
     assert torch.equal(got, reference(weight.float(), scale, block).float())

@@ -270,9 +270,7 @@ def test_linear_rows_do_not_depend_on_the_batch(count, dtype):
             x = torch.randn(160, inner, generator=generator).to(dtype)
             weight = torch.randn(outer, inner, generator=generator).to(dtype)
             whole = ops.linear(x, weight)
-            torch.testing.assert_close(
-                whole, x @ weight.T, rtol=2e-2, atol=0.3 if dtype.itemsize == 2 else 1e-4
-            )
+            torch.testing.assert_close(whole, x @ weight.T, rtol=2e-2, atol=0.3 if dtype.itemsize == 2 else 1e-4)
             order = torch.randperm(160, generator=generator)
             assert torch.equal(ops.linear(x[order], weight), whole[order])
             for start in range(0, 160, 8):
@@ -322,7 +320,5 @@ def test_bad_batch_is_refused(case, change, message):
 
 
 def test_unsupported_dtype_is_refused(case):
-    with pytest.raises(
-        ValueError, match=r"dtype: expected torch.float32 or torch.bfloat16, got torch.float16"
-    ):
+    with pytest.raises(ValueError, match=r"dtype: expected torch.float32 or torch.bfloat16, got torch.float16"):
         TorchEngine(case[0].config, None, torch.float16)

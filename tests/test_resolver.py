@@ -109,9 +109,7 @@ def test_three_sources_in_one_row(op):
 
 @BOTH
 def test_wholly_direct_request_leaves_state_bit_identical(op):
-    x = make(
-        [[5, 4, 5]], hot_rows=4, resident=[(0, 5, 9), (0, 4, 8)], lru=[[2, 0, 3, 1]], owners=[[4, 5, 1, 0]]
-    )
+    x = make([[5, 4, 5]], hot_rows=4, resident=[(0, 5, 9), (0, 4, 8)], lru=[[2, 0, 3, 1]], owners=[[4, 5, 1, 0]])
     assert op(x).locations.tolist() == [[9, 8, 9]]
     assert x.lru[0].tolist() == [2, 0, 3, 1]
     assert x.owners[0].tolist() == [4, 5, 1, 0]
@@ -151,7 +149,7 @@ def test_union_overflow_goes_to_the_arena(op):
     """C69, eq. 6-8: a block's union exceeds B; each row is copied once and hits stay protected."""
     x = make([[0, 1, 2, 3], [4, 3, 5, 0]], hot_rows=4, stage_rows=8, owners=[[5, -1, -1, -1]])
     out = op(x)
-    assert out.locations.tolist() == [hot(1, 2, 3) + [90_000], [90_001, 90_000, *hot(0, 1)]]
+    assert out.locations.tolist() == [[*hot(1, 2, 3), 90_000], [90_001, 90_000, *hot(0, 1)]]
     assert out.copy_src.tolist() == [0, 1, 2, 3, 4]
     assert out.counts.staged == 3
     assert x.lru[0].tolist() == [1, 2, 3, 0]
@@ -218,7 +216,8 @@ def test_exact_order_over_many_steps(k, factor):
         assert all(sorted(row) == list(range(k * factor)) for row in a.lru.tolist())
         hits += got.counts.hot
         misses += got.counts.host
-    assert misses and (hits or k == 1)
+    assert misses > 0
+    assert hits > 0 or k == 1
 
 
 def assert_same(got, want):
@@ -250,9 +249,7 @@ def hostile(draw):
         n_slots=n_slots,
         pages=pages,
         stage_rows=draw(st.integers(0, 5)),
-        resident=[
-            (draw(st.integers(0, n_slots - 1)), j, 40 + j) for j in range(pages) if draw(st.booleans())
-        ],
+        resident=[(draw(st.integers(0, n_slots - 1)), j, 40 + j) for j in range(pages) if draw(st.booleans())],
         lru=[draw(st.permutations(range(hot_rows))) for _ in range(n_slots)],
     )
     for s in range(n_slots):

@@ -1,8 +1,10 @@
 """Tokenizer, stop strings, text service, and the Triton models' logic, without a server."""
 
+import gc
 import json
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -22,6 +24,7 @@ from trtllm_hisparse.runtime.request import Event, FinishReason, Request, Sampli
 from trtllm_hisparse.runtime.stats import RuntimeStats
 from trtllm_hisparse.serving import triton
 from trtllm_hisparse.serving.metrics import METRICS, MetricKind
+from trtllm_hisparse.serving.sender import Keeper, Sender
 from trtllm_hisparse.serving.stop import StopStrings
 from trtllm_hisparse.serving.text import TextPiece, TextRequest, TextService
 from trtllm_hisparse.serving.token_model import TokenModel
@@ -484,6 +487,29 @@ class Call:
 
     def wait(self) -> list[Any]:
         return list(iter(lambda: self.responses.get(timeout=5), None))
+
+
+def test_a_sender_is_left_alone_after_its_final_response() -> None:
+    call = Call({})
+    sender = Sender(TritonSide, call, Keeper())
+    assert not sender.is_cancelled()
+    sender.refuse(RequestError("no"))
+    sender.refuse(RequestError("again"))
+    sender.finish()
+    call.gone = True
+    assert not sender.is_cancelled()
+    assert [response.error for response in call.wait()] == ["invalid: no"]
+
+
+def test_the_keeper_lets_go_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr("trtllm_hisparse.serving.sender.time.monotonic", lambda: now)
+    keeper, things = Keeper(), [Call({}) for _ in range(3)]
+    held = [weakref.ref(thing) for thing in things]
+    for now in (0.0, 1.5, 3.0):
+        keeper.keep(things.pop(0))
+    gc.collect()
+    assert [ref() is not None for ref in held] == [False, True, True]
 
 
 @pytest.fixture

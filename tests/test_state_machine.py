@@ -65,9 +65,11 @@ class Hierarchy(RuleBasedStateMachine):
         try:
             rid = self.runtime.submit(Request((tag,) * prompt, max_tokens, history=given), sink)
         except RequestError as error:
-            assert "max_context=96" in str(error) or "the pool has" in str(error)
+            refusal = str(error)
+        else:
+            self.live[rid] = (tag, state)
             return
-        self.live[rid] = (tag, state)
+        assert "max_context=96" in refusal or "the pool has" in refusal
 
     @rule(steps=st.integers(1, 6))
     def step(self, steps):
@@ -145,5 +147,5 @@ class Hierarchy(RuleBasedStateMachine):
 
 TestHierarchy = Hierarchy.TestCase
 TestHierarchy.settings = settings(
-    max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=70, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )

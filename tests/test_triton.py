@@ -73,9 +73,7 @@ def server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     config.write_text(json.dumps(CONFIG.to_dict()))
     command = [sys.executable, "-m", "trtllm_hisparse.cli", "serve", str(checkpoint), "--config", str(config)]
     ports = ["--http-port", "0", "--grpc-port", "0", "--metrics-port", "0"]
-    with subprocess.Popen(
-        [*command, *ports], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as serve:
+    with subprocess.Popen([*command, *ports], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as serve:
         assert serve.stdout is not None
         assert serve.stderr is not None
         urls = re.findall(r"(?:HTTP|gRPC|metrics) ([\d.]+:\d+)", serve.stdout.readline())
@@ -143,7 +141,7 @@ class TokenStream:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.client.stop_stream(cancel_requests=True)
+        self.client.stop_stream()
         self.client.close()
 
     def send(self, inputs: list[Any], request_id: str = "", model: str = TOKEN_MODEL) -> None:
@@ -166,16 +164,12 @@ def token_inputs(max_tokens: int, streaming: bool, *more: Any) -> list[Any]:
 # -- answers --------------------------------------------------------------------------------------------
 def test_the_models_are_ready(server: Served) -> None:
     for model in (TOKEN_MODEL, TEXT_MODEL):
-        with urllib.request.urlopen(
-            f"http://{server.http_url}/v2/models/{model}/ready", timeout=10
-        ) as response:
+        with urllib.request.urlopen(f"http://{server.http_url}/v2/models/{model}/ready", timeout=10) as response:
             assert response.status == 200
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_grpc_gives_the_tokens_of_a_run_without_a_server(
-    server: Served, local: TextService, stream: bool
-) -> None:
+def test_grpc_gives_the_tokens_of_a_run_without_a_server(server: Served, local: TextService, stream: bool) -> None:
     expected = list(local.generate(TextRequest(PROMPT, 24)))
     with TextStream(server.grpc_url, PROMPT, 24, stream=stream) as pieces:
         got = list(pieces)
@@ -222,9 +216,7 @@ def test_http_generate_and_generate_stream(server: Served, local: TextService) -
     assert len(events) == len(expected)
     assert "".join(event["text_output"] for event in events) == text
 
-    status, answer = post(
-        server, f"/v2/models/{TEXT_MODEL}/generate", body | {"exclude_input_in_output": False}
-    )
+    status, answer = post(server, f"/v2/models/{TEXT_MODEL}/generate", body | {"exclude_input_in_output": False})
     assert json.loads(answer)["text_output"] == PROMPT + text
 
 

@@ -95,7 +95,8 @@ def generate(
 ) -> tuple[list[Output], RuntimeStats]:
     """Run requests together to their ends, with a progress bar on stderr unless `quiet`."""
     outputs = [Output() for _ in requests]
-    with Progress(console=Console(stderr=True), transient=True, disable=quiet) as progress:
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=quiet or not console.is_terminal) as progress:
         bars = [
             progress.add_task(f"request {n}", total=len(request.prompt) + request.max_tokens)
             for n, request in enumerate(requests)

@@ -45,9 +45,7 @@ def run(args: argparse.Namespace) -> int:
             log_file=args.log_file,
             model_repository=args.model_repository,
         ) as server:
-            print(
-                f"ready: HTTP {server.http_url}  gRPC {server.grpc_url}  metrics {server.metrics_url}/metrics"
-            )
+            print(f"ready: HTTP {server.http_url}  gRPC {server.grpc_url}  metrics {server.metrics_url}/metrics")
             print(f"log:   {server.log_path}", flush=True)
             status = server.wait()
             print(f"error: tritonserver exited with status {status}\n{server.error()}", file=sys.stderr)

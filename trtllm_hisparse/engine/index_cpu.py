@@ -41,6 +41,8 @@ def index_top_k(
         seen = int(positions[end - 1]) + 1
         table = pages.page_table[request, : -(-seen // pages.keys.shape[1])].long()
         keys = pages.keys[table].float().flatten(0, 1)[:seen]
+        if len(keys) < seen or int(table.min()) < 0:
+            raise ValueError(f"request {request}: expected index pages for {seen} positions, got {table.tolist()}")
         _top_k(
             query[start:end].numpy(),
             weight[start:end].numpy(),

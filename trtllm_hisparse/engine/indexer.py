@@ -48,9 +48,7 @@ class Indexer:
         """Index queries, head weights and keys of hidden states `x [T, hidden]`."""
         c = self._config
         query = linear(q_latent, self._q_b).view(len(x), c.index_n_heads, c.index_head_dim)
-        key = F.layer_norm(
-            linear(x, self._k), (c.index_head_dim,), self._k_norm, self._k_norm_bias, KEY_NORM_EPS
-        )
+        key = F.layer_norm(linear(x, self._k), (c.index_head_dim,), self._k_norm, self._k_norm_bias, KEY_NORM_EPS)
         return IndexProjection(
             query=self._rotated(query, rotation).float(),
             weight=linear(x, self._weights).float() * c.index_n_heads**-0.5,

@@ -19,9 +19,8 @@ class Rotation(NamedTuple):
 class RotaryEmbedding:
     """Angles of the `qk_rope_head_dim` rotated dimensions; attention and indexer share them."""
 
-    def __init__(self, config: ModelConfig, device: str | torch.device) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         self.inverse_frequencies, self.attention_factor = frequencies(config)
-        self.inverse_frequencies = self.inverse_frequencies.to(device)
 
     def __call__(self, positions: torch.Tensor) -> Rotation:
         """The rotation of integer `positions [T]`; T a multiple of TILE."""

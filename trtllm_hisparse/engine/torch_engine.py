@@ -28,9 +28,7 @@ class Layer:
         self.indexer = Indexer(config, weights.under("self_attn.indexer.")) if full else None
         mlp = weights.under("mlp.")
         sparse = config.mlp_layer_types[number] == "sparse"
-        self._mlp = (
-            MixtureOfExperts(config, mlp) if sparse else MLP.load(mlp, hidden, config.intermediate_size)
-        )
+        self._mlp = MixtureOfExperts(config, mlp) if sparse else MLP.load(mlp, hidden, config.intermediate_size)
 
     def mlp(self, x: torch.Tensor, tokens: int) -> torch.Tensor:
         """The MLP of `x [T, hidden]`, of which the first `tokens` rows are no padding."""
@@ -50,7 +48,6 @@ class TorchEngine:
         config: ModelConfig,
         checkpoint: Checkpoint,
         dtype: torch.dtype = torch.float32,
-        device: str | torch.device = "cpu",
     ) -> None:
         """Read every weight of `config`'s layers from `checkpoint`; CheckpointError if one does not fit."""
         if dtype not in (torch.float32, torch.bfloat16):
@@ -59,17 +56,15 @@ class TorchEngine:
         self.spec: ModelSpec = config.spec(dtype)
         self.dtype = dtype
         self.vocab_size = config.vocab_size
-        self._rope = RotaryEmbedding(config, device)
-        model = checkpoint.scope("model.", dtype, device)
+        self._rope = RotaryEmbedding(config)
+        model = checkpoint.scope("model.", dtype)
         table = (config.vocab_size, config.hidden_size)
         self._embedding = model.tensor("embed_tokens.weight", *table)
-        self._layers = [
-            Layer(config, i, model.under(f"layers.{i}.")) for i in range(config.num_hidden_layers)
-        ]
+        self._layers = [Layer(config, i, model.under(f"layers.{i}.")) for i in range(config.num_hidden_layers)]
         self._norm = model.tensor("norm.weight", config.hidden_size)
         self._head = self._embedding
         if not config.tie_word_embeddings:
-            self._head = checkpoint.scope("lm_head.", dtype, device).tensor("weight", *table)
+            self._head = checkpoint.scope("lm_head.", dtype).tensor("weight", *table)
 
     @classmethod
     def load(cls, path: str | Path, dtype: torch.dtype = torch.float32) -> "TorchEngine":

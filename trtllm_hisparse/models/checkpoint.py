@@ -36,10 +36,8 @@ class Checkpoint:
     def __contains__(self, name: str) -> bool:
         return name in self._file_of
 
-    def tensor(
-        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: str | torch.device = "cpu"
-    ) -> torch.Tensor:
-        """Tensor `name`, which must have `shape`, in `dtype` on `device`; FP8 weights come back scaled."""
+    def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Tensor `name`, which must have `shape`, in `dtype`; FP8 weights come back scaled."""
         file = self._locate(name)
         value = self._read(file, name, shape)
         if value.dtype == fp8.DTYPE:
@@ -47,11 +45,11 @@ class Checkpoint:
         elif value.dtype not in FLOATS:
             supported = ", ".join(str(d) for d in (*FLOATS, fp8.DTYPE))
             raise CheckpointError(f"{file}: {name}: expected dtype {supported}, got {value.dtype}")
-        return value.to(device=device, dtype=dtype)
+        return value.to(dtype)
 
-    def scope(self, prefix: str, dtype: torch.dtype, device: str | torch.device) -> "Scope":
+    def scope(self, prefix: str, dtype: torch.dtype) -> "Scope":
         """The tensors whose names start with `prefix`."""
-        return Scope(self, prefix, dtype, device)
+        return Scope(self, prefix, dtype)
 
     # -- FP8 ------------------------------------------------------------------------------------------
     def _scaled(self, file: Path, name: str, value: torch.Tensor) -> torch.Tensor:
@@ -119,12 +117,11 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Scope:
-    """Part of a checkpoint: names under a prefix, wanted in one dtype on one device."""
+    """Part of a checkpoint: names under a prefix, wanted in one dtype."""
 
     checkpoint: Checkpoint
     prefix: str
     dtype: torch.dtype
-    device: str | torch.device
 
     def under(self, name: str) -> "Scope":
         """The names under `prefix + name`."""
@@ -136,4 +133,4 @@ class Scope:
 
     def tensor(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Tensor `prefix + name`, which must have `shape`."""
-        return self.checkpoint.tensor(self.prefix + name, shape, dtype or self.dtype, self.device)
+        return self.checkpoint.tensor(self.prefix + name, shape, dtype or self.dtype)

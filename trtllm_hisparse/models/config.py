@@ -256,9 +256,7 @@ def _check_sizes(f: Fields, c: ModelConfig) -> None:
     if c.index_head_dim < c.qk_rope_head_dim:
         raise f.fail("index_head_dim", f"at least qk_rope_head_dim = {c.qk_rope_head_dim}", c.index_head_dim)
     if c.n_routed_experts % c.n_group or c.n_routed_experts < 2 * c.n_group:
-        raise f.fail(
-            "n_group", f"groups of at least 2 that divide {c.n_routed_experts} routed experts", c.n_group
-        )
+        raise f.fail("n_group", f"groups of at least 2 that divide {c.n_routed_experts} routed experts", c.n_group)
     if c.topk_group > c.n_group:
         raise f.fail("topk_group", f"at most n_group = {c.n_group}", c.topk_group)
     reachable = c.topk_group * c.n_routed_experts // c.n_group

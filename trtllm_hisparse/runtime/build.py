@@ -10,7 +10,7 @@ from trtllm_hisparse.runtime.loop import Runtime
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 SMALL_HIDDEN = 1024
-"""Hidden size up to which a second thread costs more in barriers than it computes (25 times, on two busy cores)."""
+"""Hidden size up to which a second thread costs more in barriers than it saves (on two busy cores, 25 times)."""
 
 
 def load_runtime(checkpoint: str, config: HiSparseConfig, dtype: str = "float32") -> Runtime:

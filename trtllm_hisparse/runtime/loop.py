@@ -249,8 +249,8 @@ class Runtime:
         total = len(request.prompt) + request.max_tokens - 1
         if total > limit:
             raise RequestError(
-                f"prompt of {len(request.prompt)} tokens and max_tokens={request.max_tokens} need {total} positions, "
-                f"more than max_context={limit}"
+                f"prompt of {len(request.prompt)} tokens and max_tokens={request.max_tokens} need {total} "
+                f"positions, more than max_context={limit}"
             )
         if request.history is not None:
             self._check_history(request.history, len(request.prompt))
@@ -264,8 +264,8 @@ class Runtime:
         layout = self._kv.layout
         if not 1 <= history.length < prompt:
             raise RequestError(
-                f"history: expected 1..{prompt - 1} rows for a prompt of {prompt} tokens (the last is computed here), "
-                f"got {history.length}"
+                f"history: expected 1..{prompt - 1} rows for a prompt of {prompt} tokens (the last is computed "
+                f"here), got {history.length}"
             )
         for what, given, stores in (
             ("rows", history.rows, self._kv.payload),

@@ -67,7 +67,7 @@ class TextStream(Iterator[TextPiece]):
         if result is None and error is None:  # closed
             raise StopIteration
         if error is not None:
-            self.close()
+            self._end(cancel=False)
             raise error
         reason = result.as_numpy("finish_reason").item().decode()
         piece = TextPiece(
@@ -76,7 +76,7 @@ class TextStream(Iterator[TextPiece]):
             reason=FinishReason(reason) if reason else None,
         )
         if piece.reason is not None:
-            self.close()
+            self._end(cancel=False)
         return piece
 
     def cancel(self) -> None:
@@ -85,9 +85,13 @@ class TextStream(Iterator[TextPiece]):
 
     def close(self) -> None:
         """End the stream; a request still in flight is cancelled. Idempotent."""
+        self._end(cancel=True)
+
+    def _end(self, cancel: bool) -> None:
+        """Cancel only what is in flight: cancelling a request that has just ended leaks it in Triton."""
         if self._open:
             self._open = False
-            self._client.stop_stream(cancel_requests=True)
+            self._client.stop_stream(cancel_requests=cancel)
             self._client.close()
             self._responses.put((None, None))
 

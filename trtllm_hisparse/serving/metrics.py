@@ -58,9 +58,7 @@ METRICS: tuple[Metric, ...] = (
         label="kind",
     ),
     _counter("steps", "Engine steps", {"": "steps"}),
-    _counter(
-        "tokens", "Tokens computed", {"prompt": "prompt_tokens", "output": "output_tokens"}, label="kind"
-    ),
+    _counter("tokens", "Tokens computed", {"prompt": "prompt_tokens", "output": "output_tokens"}, label="kind"),
     _counter("admissions", "Requests given device memory", {"": "admissions"}),
     _counter("waits", "Admissions put off for want of pages", {"": "waits"}),
     _counter("reclaims", "Requests whose optional history was reclaimed", {"": "reclaims"}),
@@ -97,7 +95,5 @@ METRICS: tuple[Metric, ...] = (
         {"device": "device_used_bytes", "host": "host_used_bytes"},
         label="pool",
     ),
-    _gauge(
-        "pool_peak_bytes", "Most bytes ever in use in a pool", {"device": "device_peak_bytes"}, label="pool"
-    ),
+    _gauge("pool_peak_bytes", "Most bytes ever in use in a pool", {"device": "device_peak_bytes"}, label="pool"),
 )

@@ -52,7 +52,7 @@ class Installation:
 
 
 def find_installation(scratch: Path) -> Installation:
-    """The tritonserver on PATH, else the one of the nvidia-pytriton wheel. `scratch`: an existing directory."""
+    """The tritonserver on PATH, else the one of the nvidia-pytriton wheel; links go to `scratch`."""
     system = shutil.which("tritonserver")
     if system is not None:
         return Installation(Path(system))
@@ -156,7 +156,7 @@ class TritonServer:
     def start(self) -> None:
         """Start and wait until every model is ready.
 
-        ServerError, with the model's or Triton's reason, when it cannot be; CheckpointError for no checkpoint.
+        ServerError, with the model's or Triton's reason, if it cannot be; CheckpointError for no directory.
         """
         if self._scratch is not None:
             raise ServerError("the server has been started already")

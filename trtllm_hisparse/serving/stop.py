@@ -47,7 +47,7 @@ class StopStrings:
 
 
 def _borders(stop: str) -> list[int]:
-    """For each prefix, the length of its longest proper prefix that is also its suffix (Knuth-Morris-Pratt)."""
+    """Knuth-Morris-Pratt: for each prefix, its longest proper prefix that is also its suffix (length)."""
     borders = [0] * len(stop)
     length = 0
     for i in range(1, len(stop)):

@@ -10,7 +10,7 @@ from typing import Any
 from trtllm_hisparse.errors import RequestError
 from trtllm_hisparse.runtime.request import Event, FinishReason, Request
 from trtllm_hisparse.serving import triton
-from trtllm_hisparse.serving.sender import CancellationPoll, Sender
+from trtllm_hisparse.serving.sender import POLL_S, Keeper, Sender
 from trtllm_hisparse.serving.text import Generation, TextPiece, TextService
 from trtllm_hisparse.serving.tokenizer import Tokenizer
 
@@ -30,9 +30,10 @@ class CallStream:
     request. A stop that overtakes its request finds nothing, so it may be sent again until the end.
     """
 
-    def __init__(self, pb_utils: Any, request: Request) -> None:
+    def __init__(self, pb_utils: Any, request: Request, keeper: Keeper) -> None:
         self._pb = pb_utils
         self._request = request
+        self._keeper = keeper
         self._id = uuid.uuid4().hex
         self._ended = False
 
@@ -55,13 +56,15 @@ class CallStream:
             for _ in self._call(triton.stop_inputs()):
                 pass
 
-    def _call(self, inputs: dict[str, Any]) -> Any:
-        return self._pb.InferenceRequest(
+    def _call(self, inputs: dict[str, Any]) -> Iterator[Any]:
+        responses = self._pb.InferenceRequest(
             model_name=triton.TOKEN_MODEL,
             request_id=self._id,
             inputs=[self._pb.Tensor(*item) for item in inputs.items()],
             requested_output_names=["output_ids", "finish_reason", "error"],
         ).exec(decoupled=True)
+        yield from responses
+        self._keeper.keep(responses)
 
 
 class TextModel:
@@ -72,7 +75,8 @@ class TextModel:
 
     def __init__(self, pb_utils: Any, tokenizer: Tokenizer) -> None:
         self._pb = pb_utils
-        self._service = TextService(tokenizer, lambda request: CallStream(pb_utils, request))
+        self._keeper = Keeper()
+        self._service = TextService(tokenizer, lambda request: CallStream(pb_utils, request, self._keeper))
         self._lock = threading.Lock()
         self._threads: set[threading.Thread] = set()
         self._live: dict[Generation, Sender] = {}
@@ -104,7 +108,7 @@ class TextModel:
             thread.join()
 
     def _serve(self, request: Any) -> None:
-        sender = Sender(self._pb, request)
+        sender = Sender(self._pb, request, self._keeper)
         try:
             self._generate(request, sender)
         except RequestError as error:
@@ -135,13 +139,14 @@ class TextModel:
                     del self._live[generation]
 
     def _watch_cancellation(self) -> None:
-        poll, closing = CancellationPoll(), False
+        closing = False
         while not closing or self._live:
-            closing = self._closing.wait(poll.POLL_S)
+            closing = self._closing.wait(POLL_S)
             with self._lock:
-                live = {sender: generation for generation, sender in self._live.items()}
-            for sender in live if closing else poll.cancelled(list(live)):
-                live[sender].cancel()
+                live = list(self._live.items())
+            for generation, sender in live:
+                if closing or sender.is_cancelled():
+                    generation.cancel()
 
 
 def _event(outputs: dict[str, Any]) -> Event:

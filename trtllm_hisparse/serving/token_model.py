@@ -19,7 +19,7 @@ from trtllm_hisparse.runtime.request import Event, FinishReason
 from trtllm_hisparse.runtime.stats import RuntimeStats
 from trtllm_hisparse.serving import triton
 from trtllm_hisparse.serving.metrics import METRICS, MetricKind
-from trtllm_hisparse.serving.sender import CancellationPoll, Sender
+from trtllm_hisparse.serving.sender import POLL_S, Keeper, Sender
 
 FLUSH_S = 1.0
 """Time Triton gets to hand the last answers to their clients before it is told to stop."""
@@ -54,6 +54,7 @@ class TokenModel:
         self._runtime = runtime
         self._on_fatal = on_fatal
         self._metrics = MetricPublisher(pb_utils)
+        self._keeper = Keeper()
         self._lock = threading.Lock()
         self._live: set[Reply] = set()
         self._events: SimpleQueue[tuple[Reply, Event]] = SimpleQueue()
@@ -74,7 +75,7 @@ class TokenModel:
     def execute(self, requests: list[Any]) -> None:
         """Submit or refuse each request; returns at once."""
         for request in requests:
-            sender = Sender(self._pb, request)
+            sender = Sender(self._pb, request, self._keeper)
             try:
                 self._accept(request, sender)
             except RequestError as error:
@@ -138,16 +139,16 @@ class TokenModel:
             self._on_fatal()
 
     def _deliver(self) -> None:
-        poll, next_poll = CancellationPoll(), 0.0
+        next_poll = 0.0
         while not (self._closing.is_set() and self._events.empty()):
             with contextlib.suppress(Empty):
-                self._send(*self._events.get(timeout=poll.POLL_S))
+                self._send(*self._events.get(timeout=POLL_S))
             if time.monotonic() < next_poll:
                 continue
-            next_poll = time.monotonic() + poll.POLL_S
-            live = {reply.sender: reply for reply in self._snapshot()}
-            for sender in poll.cancelled(list(live)):
-                self._cancel(live[sender])
+            next_poll = time.monotonic() + POLL_S
+            for reply in self._snapshot():
+                if reply.sender.is_cancelled():
+                    self._cancel(reply)
             self._metrics.update(self._runtime.stats())
             if not self._runtime.healthy:
                 self._runtime.close()  # its thread has ended then, and told every request why

@@ -35,9 +35,7 @@ class Tokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._special_ids = frozenset(
-            token_id
-            for token_id, token in self._tokenizer.get_added_tokens_decoder().items()
-            if token.special
+            token_id for token_id, token in self._tokenizer.get_added_tokens_decoder().items() if token.special
         )
         self.eos_ids = _eos_ids(Path(checkpoint))
 

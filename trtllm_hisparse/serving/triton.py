@@ -55,13 +55,11 @@ class TextCall:
 
 
 def model_parameters(model_config: str, *names: str) -> list[str]:
-    """Values of exactly these `parameters` of config.pbtxt, from the JSON that a model's `initialize` receives.
+    """Values of exactly these `parameters` of config.pbtxt; `model_config` is the JSON `initialize` receives.
 
     ConfigError for one that is missing, unknown, or left as in the template.
     """
-    given = {
-        name: str(value["string_value"]) for name, value in json.loads(model_config)["parameters"].items()
-    }
+    given = {name: str(value["string_value"]) for name, value in json.loads(model_config)["parameters"].items()}
     if given.keys() != set(names):
         raise ConfigError(f"parameters: expected {', '.join(names)}, got {', '.join(given) or 'none'}")
     for name, value in given.items():
@@ -230,7 +228,7 @@ def _stop_tokens(words: npt.NDArray[np.int32]) -> frozenset[int]:
             break
         if end - start != 1 or end > len(ids):
             raise RequestError(
-                f"stop_words_list: expected words of one token, got one over ids [{start}, {end}) of {len(ids)}; "
+                f"stop_words_list: expected words of one token, got ids [{start}, {end}) of {len(ids)} as one; "
                 f"the model '{TEXT_MODEL}' takes stop strings of any length in stop_words"
             )
         tokens.add(ids[start])
