@@ -502,11 +502,11 @@ def test_a_sender_is_left_alone_after_its_final_response() -> None:
 
 
 def test_the_keeper_lets_go_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 0.0
-    monkeypatch.setattr("trtllm_hisparse.serving.sender.time.monotonic", lambda: now)
+    clock = iter((0.0, 1.5, 3.0))
+    monkeypatch.setattr("trtllm_hisparse.serving.sender.time.monotonic", lambda: next(clock))
     keeper, things = Keeper(), [Call({}) for _ in range(3)]
     held = [weakref.ref(thing) for thing in things]
-    for now in (0.0, 1.5, 3.0):
+    while things:
         keeper.keep(things.pop(0))
     gc.collect()
     assert [ref() is not None for ref in held] == [False, True, True]

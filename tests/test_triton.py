@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -329,6 +330,17 @@ def test_every_metric_is_published(server: Served) -> None:
 
 
 # -- life and death ------------------------------------------------------------------------------------------
+def test_addresses_that_cannot_be_had(checkpoint: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ServerError, match=f"cannot listen on 127.0.0.1:{port}: Address already in use"):
+            TritonServer(checkpoint, grpc_port=port).start()
+    with pytest.raises(ServerError, match=r"cannot listen on no\.such\.host"):
+        TritonServer(checkpoint, host="no.such.host").start()
+    with pytest.raises(ServerError, match=r"cannot start: .*No such file or directory: '/none/log'"):
+        TritonServer(checkpoint, log_file=Path("/none/log")).start()
+
+
 def test_a_checkpoint_that_cannot_be_loaded_is_one_clear_line(checkpoint: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no such directory"), TritonServer(tmp_path / "none"):
         pass

@@ -1,5 +1,8 @@
 #!/usr/bin/env python3
-"""Start a Triton Inference Server on a checkpoint: `trtllm-hisparse serve`, from a source tree."""
+"""Start a Triton Inference Server on a checkpoint: `trtllm-hisparse serve`, from a source tree.
+
+Run it with the Python that has the package's dependencies; the server's models use the same one.
+"""
 
 import sys
 from pathlib import Path

@@ -23,6 +23,8 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
+from trtllm_hisparse.models.byte_level import BYTE_OF_CHAR
+
 SPECIAL_TOKENS = ("<|endoftext|>", "<|user|>", "<|assistant|>", "<|pad|>")
 """Ids 256 and up, behind the 256 bytes; the first ends a text."""
 EOS_ID = 256
@@ -222,17 +224,9 @@ def _unprintable() -> list[int]:
 
 
 # -- tokenizer --------------------------------------------------------------------------------------------
-def _byte_alphabet() -> list[str]:
-    """What byte-level tokenizers write for each byte: printable Latin-1 itself, else U+0100 onwards."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    spare = iter(range(0x100, 0x200))
-    return [chr(byte) if byte in printable else chr(next(spare)) for byte in range(256)]
-
-
 def _tokenizer() -> tokenizers.Tokenizer:
     """One token per byte, so that any text comes back exactly; no merges."""
-    vocab = {char: byte for byte, char in enumerate(_byte_alphabet())}
-    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=BYTE_OF_CHAR, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])

@@ -17,6 +17,7 @@ import time
 import urllib.error
 import urllib.request
 import uuid
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from string import Template
@@ -27,7 +28,9 @@ from trtllm_hisparse.config import HiSparseConfig
 from trtllm_hisparse.errors import CheckpointError
 
 PACKAGE = Path(trtllm_hisparse.__file__).resolve().parent
-MODEL_REPOSITORY = PACKAGE.parent / "triton_server" / "model_repository"
+_SOURCE_TREE = PACKAGE.parent / "triton_server" / "model_repository"
+_INSTALLED = Path(sys.prefix) / "share" / "trtllm-hisparse" / "model_repository"
+MODEL_REPOSITORY = _SOURCE_TREE if _SOURCE_TREE.is_dir() else _INSTALLED
 
 EXIT_TIMEOUT_S = 5
 """How long tritonserver waits for requests in flight when it is asked to stop."""
@@ -168,6 +171,9 @@ class TritonServer:
         try:
             self._launch(self._scratch)
             self._wait_ready()
+        except OSError as error:
+            self.stop()
+            raise ServerError(f"cannot start: {error}") from None
         except BaseException:
             self.stop()
             raise
@@ -229,10 +235,8 @@ class TritonServer:
     def _launch(self, scratch: Path) -> None:
         installation = find_installation(scratch)
         self._fill_in(scratch / "models")
-        free = iter(_free_ports(self.host, 3))
-        self.http_port, self.grpc_port, self.metrics_port = (
-            port or next(free) for port in (self.http_port, self.grpc_port, self.metrics_port)
-        )
+        ports = (self.http_port, self.grpc_port, self.metrics_port)
+        self.http_port, self.grpc_port, self.metrics_port = _free_ports(self.host, ports)
         self._shm_prefix = f"hisparse_{uuid.uuid4().hex[:12]}_"
         command = [
             str(installation.executable),
@@ -283,13 +287,17 @@ class TritonServer:
         raise ServerError(f"not ready after {self.ready_timeout_s} s\n{self.error()}")
 
 
-def _free_ports(host: str, count: int) -> list[int]:
-    """Ports free at this moment; all are held open together, so they differ."""
-    sockets = [socket.create_server((host, 0)) for _ in range(count)]
-    ports = [listener.getsockname()[1] for listener in sockets]
-    for listener in sockets:
-        listener.close()
-    return ports
+def _free_ports(host: str, wanted: Iterable[int]) -> list[int]:
+    """These ports, a free one for each 0; ServerError for one that is taken."""
+    with contextlib.ExitStack() as sockets:  # all open at once, so they differ
+        ports = []
+        for port in wanted:
+            try:
+                listener = sockets.enter_context(socket.create_server((host, port)))
+            except OSError as error:
+                raise ServerError(f"cannot listen on {host}:{port}: {error.strerror}") from None
+            ports.append(listener.getsockname()[1])
+        return ports
 
 
 def _environment(installation: Installation) -> dict[str, str]:

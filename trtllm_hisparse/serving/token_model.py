@@ -133,10 +133,12 @@ class TokenModel:
             self._deliver()
         except Exception as error:
             self._pb.Logger.log_error(f"this server cannot go on and stops\n{traceback.format_exc()}")
-            for reply in self._snapshot():
-                self._send(reply, Event(0, reason=FinishReason.ERROR, error=f"the server stopped: {error}"))
-            time.sleep(FLUSH_S)
-            self._on_fatal()
+            try:
+                for reply in self._snapshot():
+                    self._send(reply, Event(0, reason=FinishReason.ERROR, error=f"the server stopped: {error}"))
+                time.sleep(FLUSH_S)
+            finally:
+                self._on_fatal()
 
     def _deliver(self) -> None:
         next_poll = 0.0

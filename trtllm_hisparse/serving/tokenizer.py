@@ -10,6 +10,7 @@ from typing import Any
 import tokenizers
 
 from trtllm_hisparse.errors import CheckpointError
+from trtllm_hisparse.models.byte_level import BYTE_OF_CHAR
 
 
 class Tokenizer:
@@ -60,7 +61,7 @@ class Tokenizer:
         if token is None:
             return b""
         try:
-            return bytes(_BYTE_OF_CHAR[char] for char in token)
+            return bytes(BYTE_OF_CHAR[char] for char in token)
         except KeyError:  # an added token spelt in plain text
             return str(token).encode()
 
@@ -83,16 +84,6 @@ class Detokenizer:
     def finish(self) -> str:
         """End of output: U+FFFD for an unfinished character, else nothing."""
         return self._decoder.decode(b"", final=True)
-
-
-def _byte_of_char() -> dict[str, int]:
-    """The byte-level alphabet: printable Latin-1 stands for itself, the other bytes for U+0100 onwards."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
-
-
-_BYTE_OF_CHAR = _byte_of_char()
 
 
 def _read_json(path: Path) -> dict[str, Any]:
