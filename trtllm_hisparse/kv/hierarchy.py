@@ -176,6 +176,10 @@ class KVHierarchy:
             if (flight.slot, flight.generation) == (slot, state.generation)
             for pool, page in flight.holds
         }
+        for _, pool, pages in self._quarantine:  # retired already, but a reader has not ended
+            for page in pages:
+                if (pool.holder(page) or (None, None))[1] == slot:
+                    pool.retag(page, PageKind.DRAINING, slot)
         device = [*state.hot, *self.device_page[slot][self.device_page[slot] >= 0].tolist()]
         for pool, pages in (
             (self.device_pool, device),

@@ -1,5 +1,6 @@
 """Every size the hierarchy needs, resolved once from a ModelSpec and a HiSparseConfig."""
 
+import logging
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -8,6 +9,8 @@ import torch
 from trtllm_hisparse.config import HiSparseConfig, Placement
 from trtllm_hisparse.errors import ConfigError
 from trtllm_hisparse.models.spec import ModelSpec
+
+log = logging.getLogger(__name__)
 
 ALIGN = 64
 """Bytes each carved tensor is aligned to."""
@@ -52,6 +55,8 @@ class KVLayout:
         The index pool is sized so that sessions of `max_context` run out of index keys and of payload pages
         together (never more than the host can back, or than all slots need); payload takes the rest.
         """
+        if not spec.payload_owners:
+            raise ConfigError(f"{spec.name}: no layer keeps history, there is nothing to place")
         packed = [i for i in spec.payload_owners if spec.tokens_per_row_of(i) != 1]
         if packed:
             raise ConfigError(f"{spec.name}: compressed rows (m > 1, layers {packed}) cannot be served yet")
@@ -74,10 +79,19 @@ class KVLayout:
             whole = draft.cost(config.max_context, config.max_context)
             host = config.host_pool_bytes // payload
             sessions = min(slots, max(room, 0) / (whole.payload * payload + pages * index))
-            index_pages = min(int(sessions * pages), max(host, whole.payload))
+            # A pool below one full session still takes shorter ones: at least a page of each kind.
+            index_pages = max(min(int(sessions * pages), max(host, whole.payload), (room - payload) // index), 1)
             device = min(max(room - index_pages * index, 0) // payload, slots * pages)
             sized = cls(spec, config, dtype, device, index_pages, min(host, slots * pages))
         sized._check_one_request()
+        wasted = sized.hot_pages * config.page_rows - config.hot_rows
+        if wasted > 0:
+            log.warning(
+                "hot_rows=%d is not a multiple of page_rows=%d: %d rows of every slot's hot cache are never used",
+                config.hot_rows,
+                config.page_rows,
+                wasted,
+            )
         return sized
 
     def _check_one_request(self) -> None:
@@ -136,7 +150,9 @@ class KVLayout:
     @property
     def slack_bytes(self) -> int:
         """Upper bound of alignment losses when the pool is carved."""
-        return ALIGN * (len(self.spec.payload_owners) + len(self.spec.index_stores) + 8)
+        spec = self.spec
+        tables = 4 + 2 * len(spec.cache_states)  # three page maps, the hot table; owners and LRU order
+        return ALIGN * (tables + len(spec.payload_owners) + len(spec.index_stores))
 
     def pages(self, rows: int) -> int:
         """Pages that hold `rows` rows."""

@@ -2,11 +2,21 @@
 
 from collections import Counter
 from enum import StrEnum
+from pathlib import Path
 
 import torch
 
 from trtllm_hisparse.errors import ConfigError, InvariantError
 from trtllm_hisparse.kv.layout import ALIGN
+
+
+def available_bytes() -> int | None:
+    """Memory this machine can still give without swapping (MemAvailable); None where /proc does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), None)
 
 
 class Arena:
@@ -16,6 +26,13 @@ class Arena:
     """
 
     def __init__(self, name: str, capacity: int) -> None:
+        """ConfigError, before anything is allocated, when it would take over 95 % of the available memory."""
+        available = available_bytes()
+        if available is not None and capacity > available * 95 // 100:
+            raise ConfigError(
+                f"{name}_pool_bytes: the {name} pool takes {capacity} bytes, more than 95 % of the {available} "
+                f"bytes of memory available"
+            )
         self.name = name
         self.capacity = capacity
         self.used = 0

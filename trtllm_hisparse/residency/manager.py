@@ -170,7 +170,8 @@ class Residency:
         deficit = cost.payload - self._unclaimed()
         if deficit > 0:
             held = [kv.device_pool.held(PageKind.OPTIONAL, a.slot) for a in self.admitted]
-            coming = sum(h for a, h in zip(self.admitted, held, strict=True) if a.yielding)
+            coming = kv.device_pool.held(PageKind.DRAINING)
+            coming += sum(h for a, h in zip(self.admitted, held, strict=True) if a.yielding)
             rest = [(a, h) for a, h in zip(self.admitted, held, strict=True) if not a.yielding]
             chosen = covering_prefix(range(len(rest)), [h for _, h in rest], deficit - coming)
             for victim, pages in [rest[i] for i in chosen or ()]:
@@ -214,7 +215,7 @@ class Residency:
         for n in range(len(self.admitted)):
             admission = self.admitted[(start + n) % len(self.admitted)]
             assert admission.slot is not None
-            if not admission.cost.hot:
+            if not admission.cost.hot or admission.yielding:
                 continue
             limit = admission.prompt // self.kv.layout.config.page_rows
             absent = [j for j in self.kv.pages_in(admission.slot, Device.ABSENT, Host.DONE) if j < limit]

@@ -8,6 +8,9 @@
 import logging
 import threading
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 
@@ -50,7 +53,6 @@ class Runtime:
         """Arrivals, and ids to cancel, in the order they came."""
         self._wake = threading.Condition()
         self._next_id = 0
-        self._refused = 0
         self._closing = False
         self._failure: BaseException | None = None
         self._thread: threading.Thread | None = None
@@ -66,7 +68,7 @@ class Runtime:
             admission = self._price(request)
         except RequestError:
             with self._wake:
-                self._refused += 1
+                self._counts.refused += 1
             raise
         with self._wake:
             if self._closing or self._failure is not None:
@@ -89,7 +91,7 @@ class Runtime:
         self._thread.start()
 
     def close(self) -> None:
-        """Cancel what is in flight, stop the loop, finish the copies. Idempotent."""
+        """Cancel what is in flight, stop the loop, finish the copies. Idempotent; not from a sink."""
         with self._wake:
             closed, self._closing = self._closing, True
             self._wake.notify_all()
@@ -97,11 +99,14 @@ class Runtime:
             return
         if self._thread is not None:
             self._thread.join()
-        if self._failure is None:
-            self._take_inbox()
-            for active in list(self._active.values()):
-                self._finish(active, FinishReason.CANCELLED)
-        self._kv.copies.close()
+        try:
+            if self._failure is None:
+                with self._fatal():
+                    self._take_inbox()
+                    for active in list(self._active.values()):
+                        self._finish(active, FinishReason.CANCELLED)
+        finally:
+            self._kv.copies.close()
         if self._failure is None:
             self._kv.poll()
             self._stats = snapshot(self._kv, self._residency, self._counts)
@@ -117,8 +122,8 @@ class Runtime:
         return self._kv.layout
 
     def stats(self) -> RuntimeStats:
-        """Counters and gauges as of the last step."""
-        return self._stats
+        """Counters and gauges as of the last step; refusals as of now, for an idle loop hears of none."""
+        return replace(self._stats, refused=self._counts.refused)
 
     def check(self) -> None:
         """Full accounting check (InvariantError); only between steps, from the thread that drives them."""
@@ -126,7 +131,16 @@ class Runtime:
 
     # -- the loop -------------------------------------------------------------------------------------
     def step(self) -> bool:
-        """One pass. False when there was nothing to run (idle, or waiting for copies)."""
+        """One pass. False when there was nothing to run (idle, or waiting for copies).
+
+        Any error out of it is fatal: every request has been answered, and the runtime is not healthy any more.
+        """
+        if self._failure is not None:
+            raise RuntimeError("the runtime has stopped") from self._failure
+        with self._fatal():
+            return self._step()
+
+    def _step(self) -> bool:
         self._take_inbox()
         for admission in self._residency.advance():
             self._running.append(next(a for a in self._active.values() if a.admission is admission))
@@ -160,17 +174,24 @@ class Runtime:
                 else:
                     with self._wake:
                         self._wake.wait_for(lambda: self._inbox or self._closing)
-        except BaseException as error:
+        except Exception:  # every request has been answered
             log.exception("the serving loop stopped")
+
+    @contextmanager
+    def _fatal(self) -> Iterator[None]:
+        """Whatever goes wrong inside stops the runtime: bookkeeping and memory may disagree from here on."""
+        try:
+            yield
+        except BaseException as error:
             with self._wake:
                 self._failure = error
             self._fail_all(f"the server stopped: {error}")
+            raise
 
     def _take_inbox(self) -> None:
-        with self._wake:
-            taken, self._inbox = self._inbox, deque()
-            self._counts.refused = self._refused
-        for item in taken:
+        while self._inbox:
+            with self._wake:
+                item = self._inbox.popleft()
             if isinstance(item, Active):
                 self._active[item.id] = item
                 self._residency.enqueue(item.admission)
@@ -210,10 +231,10 @@ class Runtime:
         self, active: Active, reason: FinishReason, tokens: tuple[int, ...] = (), error: str | None = None
     ) -> None:
         """The one way a request ends: its pages go back, then its sink hears the reason."""
+        self._residency.leave(active.admission)
         del self._active[active.id]
         if active in self._running:
             self._running.remove(active)
-        self._residency.leave(active.admission)
         self._counts.cancelled += reason is FinishReason.CANCELLED
         self._counts.failed += reason is FinishReason.ERROR
         self._tell(active, Event(active.id, tokens, reason, error))
