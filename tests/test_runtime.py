@@ -9,6 +9,7 @@ from pattern_engine import REINDEX, SHARED, PatternEngine, history
 
 from trtllm_hisparse.config import HiSparseConfig, Placement
 from trtllm_hisparse.errors import ConfigError, RequestError
+from trtllm_hisparse.kv.hierarchy import Device
 from trtllm_hisparse.kv.layout import Cost, KVLayout
 from trtllm_hisparse.residency.manager import Admission
 from trtllm_hisparse.runtime.loop import Runtime
@@ -469,3 +470,63 @@ def test_unknown_setting_is_refused(tmp_path):
         HiSparseConfig.from_file(path)
     with pytest.raises(ConfigError, match="cannot be read"):
         HiSparseConfig.from_file(tmp_path / "missing.json")
+
+
+def test_draws_are_made_at_the_position_of_the_query(runtimes, monkeypatch):
+    """So that a seed gives the same draws at any load, and speculation can repeat them."""
+    positions = []
+
+    def recorded(logits, params, position):
+        positions.append(position)
+        return int(logits.argmax())
+
+    monkeypatch.setattr("trtllm_hisparse.runtime.loop.sample", recorded)
+    runtime = runtimes()
+    runtime.submit(ask(1, 10, 4), Sink())
+    runtime.run_until_idle()
+    assert positions == [9, 10, 11, 12]
+
+
+def test_decoding_requests_go_before_prompts(runtimes):
+    """A long prompt takes what is left of the step, never a decoding request's turn."""
+    runtime = runtimes(max_requests=2, max_batch_tokens=12, placement="resident", device_pool_bytes=256 << 10)
+    first, second = Sink(), Sink()
+    runtime.submit(ask(1, 3, 40), first)
+    runtime.step()
+    runtime.submit(ask(2, 200, 5), second)
+    for n in range(2, 18):
+        runtime.step()
+        assert len(first.tokens) == n
+    assert second.tokens == []
+    assert runtime.stats().prompt_tokens == 3 + 16 * 11
+    runtime.run_until_idle()
+
+
+def test_decoded_pages_never_become_optional(runtimes):
+    """Section 3.1: optional residency covers imported history; decoded rows stay under tail and hot cache."""
+    copies = ManualCopyEngine()
+    copies.auto = True
+    runtime = runtimes(copies=copies, device_pool_bytes=256 << 10)
+    sink = Sink()
+    runtime.submit(ask(1, 64, 150), sink)
+    until(runtime, copies, lambda: len(sink.tokens) > 140)
+    assert runtime._kv.pages_in(0, Device.READY) == list(range(16))
+    assert runtime.stats().pages_optional == 16
+    runtime.run_until_idle()
+    peak = runtime.stats().device_peak_bytes
+    runtime.submit(ask(2, 1, 1), Sink())
+    runtime.run_until_idle()
+    assert runtime.stats().device_peak_bytes == peak
+
+
+def test_fixed_placement_backs_prompt_pages_up_as_they_fill(runtimes):
+    """They stay readable for the rest of the prefill, and nothing is left to copy when it ends."""
+    copies = ManualCopyEngine()
+    copies.auto = True
+    runtime = runtimes(copies=copies, placement="fixed", device_pool_bytes=256 << 10)
+    runtime.submit(ask(1, 60, 10), Sink())
+    for n in range(1, 5):
+        runtime.step()
+        assert runtime._kv.pages_in(0, Device.READY) == list(range(3 * n))
+        assert len(copies.pending) == 3 * n
+    runtime.run_until_idle()

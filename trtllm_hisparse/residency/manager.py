@@ -87,8 +87,7 @@ class Residency:
         for admission in self.admitted:
             self._retire(admission)
         admitted = self._admit()
-        if not self.waiting:
-            self._populate()
+        self._populate()
         return admitted
 
     def committed(self, admission: Admission, pages: list[int]) -> None:
