@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from trtllm_hisparse.config import GIB, HiSparseConfig
+from trtllm_hisparse.memory import available_bytes
 
 PACKAGES = ("numpy", "tensorrt", "tensorrt_rtx", "tensorrt_llm", "pytriton", "tritonclient")
 DISTRIBUTIONS = {"pytriton": "nvidia-pytriton"}
@@ -101,39 +102,14 @@ def _nvcc() -> str | None:
     return shutil.which("nvcc") or shutil.which("nvcc", path=str(home))
 
 
-def available_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes this process may still take: what the machine has free, or less where a container limits it."""
-    meminfo = dict(line.split(":") for line in (proc / "meminfo").read_text().splitlines())
-    rooms = [int(meminfo["MemAvailable"].split()[0]) * 1024]
-    for limit_file, usage_file in (
-        ("memory.max", "memory.current"),  # cgroup v2
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),  # v1
-    ):
-        try:
-            limit, usage = ((cgroup / name).read_text().strip() for name in (limit_file, usage_file))
-        except OSError:
-            continue
-        if limit != "max":
-            rooms.append(max(0, int(limit) - int(usage)))
-    return min(rooms)
-
-
 # -- judging ----------------------------------------------------------------------------------------------
 def capabilities(machine: Machine, config: HiSparseConfig) -> tuple[Capability, ...]:
     """What `machine` can run with pools as in `config`, in the order one would try them."""
-    package = machine.packages
-    no_gpu = () if machine.gpu else (_why_no_gpu(machine),)
     return (
         Capability("torch engine on the CPU, embedded", _short_of(machine, config)),
-        Capability("torch engine on the GPU", no_gpu),
         Capability("Triton server", _why_no_server(machine)),
-        Capability("Triton client", _without(package, "tritonclient", "pip install 'trtllm-hisparse[client]'")),
-        Capability("CUDA plugin build", () if machine.nvcc else ("nvcc: none on PATH or in CUDA_HOME",)),
-        Capability("TensorRT engine", no_gpu + _without(package, "tensorrt", "pip install tensorrt")),
-        Capability("trtllm-build", no_gpu + _without(package, "tensorrt_llm", "pip install tensorrt_llm")),
-        # RTX engines are built ahead of time, without a GPU.
-        Capability("TensorRT-RTX engine build", _without(package, "tensorrt_rtx", "pip install tensorrt_rtx")),
-        Capability("TensorRT-RTX engine", no_gpu + _without(package, "tensorrt_rtx", "pip install tensorrt_rtx")),
+        Capability("Triton client", _without(machine.packages, "tritonclient", "trtllm-hisparse[client]")),
+        Capability("engines on a GPU", ("this version has none: it serves on the CPU",)),
     )
 
 
@@ -143,12 +119,6 @@ def _short_of(machine: Machine, config: HiSparseConfig) -> tuple[str, ...]:
     if machine.available_bytes >= need:
         return ()
     return (f"memory: the default pools need {need / GIB:.2f} GiB, {machine.available_bytes / GIB:.2f} available",)
-
-
-def _why_no_gpu(machine: Machine) -> str:
-    if machine.cuda is None:
-        return f"GPU: torch {machine.torch} is a build without CUDA"
-    return f"GPU: torch {machine.torch} (CUDA {machine.cuda}) sees no device"
 
 
 def _why_no_server(machine: Machine) -> tuple[str, ...]:
@@ -167,7 +137,7 @@ def _why_no_server(machine: Machine) -> tuple[str, ...]:
 
 
 def _without(packages: Mapping[str, str | None], name: str, remedy: str) -> tuple[str, ...]:
-    return () if packages[name] else (f"{name}: not installed ({remedy})",)
+    return () if packages[name] else (f"{name}: not installed (pip install '{remedy}')",)
 
 
 # -- telling ----------------------------------------------------------------------------------------------

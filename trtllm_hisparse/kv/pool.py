@@ -2,21 +2,12 @@
 
 from collections import Counter
 from enum import StrEnum
-from pathlib import Path
 
 import torch
 
 from trtllm_hisparse.errors import ConfigError, InvariantError
 from trtllm_hisparse.kv.layout import ALIGN
-
-
-def available_bytes() -> int | None:
-    """Memory this machine can still give without swapping (MemAvailable); None where /proc does not say."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), None)
+from trtllm_hisparse.memory import available_bytes
 
 
 class Arena:
@@ -28,7 +19,7 @@ class Arena:
     def __init__(self, name: str, capacity: int) -> None:
         """ConfigError, before anything is allocated, when it would take over 95 % of the available memory."""
         available = available_bytes()
-        if available is not None and capacity > available * 95 // 100:
+        if capacity > available * 95 // 100:
             raise ConfigError(
                 f"{name}_pool_bytes: the {name} pool takes {capacity} bytes, more than 95 % of the {available} "
                 f"bytes of memory available"
