@@ -12,7 +12,6 @@ from resident_kv import ResidentKV, prefill, threads
 
 from trtllm_hisparse.engine import ops
 from trtllm_hisparse.engine.attention import attend
-from trtllm_hisparse.engine.base import IndexPages, StepBatch
 from trtllm_hisparse.engine.index_cpu import index_top_k
 from trtllm_hisparse.engine.torch_engine import TorchEngine
 
@@ -185,16 +184,10 @@ def scored(scores, positions, top_k=4, page_rows=4, table=None, one_request=Fals
     # Otherwise a request each, all over the same pages.
     cu = torch.tensor([0, len(positions)]).int() if one_request else torch.arange(len(positions) + 1).int()
     signs = torch.tensor([[1.0, -1.0]]).expand(len(positions), 2).contiguous()
-    batch = StepBatch(
-        token_ids=torch.zeros(len(positions), dtype=torch.int64),
-        positions=torch.tensor(positions),
-        cu_queries=cu,
-        slots=torch.arange(len(cu) - 1, dtype=torch.int32),
-        logit_rows=torch.tensor([0]),
-    )
     table = torch.arange(pages, dtype=torch.int32)[None] if table is None else table
-    paged = IndexPages(keys.view(pages, page_rows, 1), table.expand(len(cu) - 1, -1))
-    return index_top_k(signs[..., None], signs, paged, batch, top_k)
+    visible = torch.tensor(positions, dtype=torch.int32) + 1
+    paged = keys.view(pages, page_rows, 1)
+    return index_top_k(signs[..., None], signs, paged, table.expand(len(cu) - 1, -1), cu, visible, top_k)
 
 
 @settings(max_examples=200, deadline=None)
@@ -250,9 +243,8 @@ def test_scores_by_definition(context):
         torch.randn(1, heads, dim, generator=generator),
         torch.randn(1, heads, generator=generator),
     )
-    zero = torch.zeros(1, dtype=torch.int64)
-    batch = StepBatch(zero, zero + context - 1, torch.tensor([0, 1]).int(), zero.int(), zero)
-    got, _ = index_top_k(query, weight, IndexPages(keys, order[None].int()), batch, TOP_K)
+    cu, visible = torch.tensor([0, 1]).int(), torch.tensor([context]).int()
+    got, _ = index_top_k(query, weight, keys, order[None].int(), cu, visible, TOP_K)
     products = (query[0].double() @ plain.double().T * dim**-0.5).relu()
     expected = (weight[0].double()[:, None] * products).sum(0).sort(descending=True, stable=True)
     assert got[0].tolist() == expected.indices[:TOP_K].tolist()

@@ -68,7 +68,7 @@ def test_minus_one_never_reaches_the_miss_path(op):
     x = make([[3, 7, -1, -1, -1, -1, -1, -1]], hot_rows=8, visible=12)
     out = op(x)
     assert out.locations.tolist() == [hot(0, 1, -1, -1, -1, -1, -1, -1)]
-    assert out.copy_src.tolist() == [3, 7]
+    assert out.plan.src.tolist() == [3, 7]
     assert x.lru[0].tolist() == [2, 3, 4, 5, 6, 7, 0, 1]
     assert sorted(x.owners[0].tolist()) == [-1] * 6 + [3, 7]
 
@@ -127,10 +127,17 @@ def test_out_of_range_lru_value_claims_nothing(op):
     """C21."""
     x = make([[0, 1, 2, 3, 4, 5, 6, 7]], hot_rows=8, visible=12, lru=[[13, 1, 2, 3, 4, 5, 6, 7]])
     out = op(x)
-    assert out.locations.tolist() == [hot(-1, 1, 2, 3, 4, 5, 6, 7)[:7] + hot(7)]
-    assert out.counts.corrupt == 1
-    assert out.counts.copied == 7
-    assert x.owners[0].tolist() == [-1, 1, 2, 3, 4, 5, 6, 7]
+    assert out.locations.tolist() == [hot(1, 2, 3, 4, 5, 6, 7, -1)]
+    assert (out.counts.corrupt, out.counts.lost, out.counts.copied) == (1, 1, 7)
+    assert x.owners[0].tolist() == [-1, 0, 1, 2, 3, 4, 5, 6]
+    assert x.lru[0].tolist() == [-1, 1, 2, 3, 4, 5, 6, 7]
+
+
+@BOTH
+def test_queries_behind_the_last_request_are_padding(op):
+    x = make([[1, 0], [7, 8], [9, 3]], hot_rows=4, cu=[0, 1])
+    assert op(x).locations.tolist() == [hot(0, 1), [-1, -1], [-1, -1]]
+    assert x.owners[0].tolist() == [1, 0, -1, -1]
 
 
 @BOTH
@@ -150,9 +157,33 @@ def test_union_overflow_goes_to_the_arena(op):
     x = make([[0, 1, 2, 3], [4, 3, 5, 0]], hot_rows=4, stage_rows=8, owners=[[5, -1, -1, -1]])
     out = op(x)
     assert out.locations.tolist() == [[*hot(1, 2, 3), 90_000], [90_001, 90_000, *hot(0, 1)]]
-    assert out.copy_src.tolist() == [0, 1, 2, 3, 4]
+    assert out.plan.src.tolist() == [0, 1, 2, 3, 4]
     assert out.counts.staged == 3
     assert x.lru[0].tolist() == [1, 2, 3, 0]
+
+
+def test_staged_rows_the_last_accepted_query_wants_become_hot():
+    """Rows 8 and 9 are staged; query 1 is the last accepted one and wants 9, so 8 comes second."""
+    x = make([[0, 1, 2, 3], [8, 9, 2, 9]], hot_rows=4, stage_rows=8)
+    out = oracle.resolve(x)
+    assert out.locations.tolist() == [hot(0, 1, 2, 3), [90_000, 90_001, *hot(2), 90_001]]
+    x = replace(x, selections=i32([[0, 1, 2, 3], [9, 7, 2, 9]]))
+    got = oracle.promote(x, out.plan, i32([1]))
+    assert got.row.tolist() == [9, 8]
+    assert got.src.tolist() == [90_001, 90_000]
+    assert got.dst.tolist() == hot(0, 1)
+    assert x.owners[0].tolist() == [9, 8, 2, 3]
+    assert x.lru[0].tolist() == [3, 0, 1, 2]
+
+
+@pytest.mark.parametrize("last", [-1, 0])
+def test_nothing_is_promoted_without_an_accepted_query_or_a_free_slot(last):
+    x = make([[0, 1, 2, 3], [8, 9, 2, 9]], hot_rows=4, stage_rows=8)
+    out = oracle.resolve(x)
+    before = copy.deepcopy(x)
+    assert oracle.promote(x, out.plan, i32([last])).count.tolist() == [0]  # query 0 holds all four slots
+    assert np.array_equal(x.owners, before.owners)
+    assert np.array_equal(x.lru, before.lru)
 
 
 @BOTH
@@ -169,8 +200,8 @@ def test_rows_past_32_bits_of_bytes(op):
     x.host_map[0, 0] = 33_000_000
     x.hot_table[0, 0] = 33_000_001
     out = op(x)
-    assert out.copy_src.tolist() == [33_000_000 * 64 + 3]
-    assert out.copy_dst.tolist() == [33_000_001 * 64]
+    assert out.plan.src.tolist() == [33_000_000 * 64 + 3]
+    assert out.plan.dst.tolist() == [33_000_001 * 64]
 
 
 @BOTH
@@ -222,8 +253,8 @@ def test_exact_order_over_many_steps(k, factor):
 
 def assert_same(got, want):
     assert np.array_equal(got.locations, want.locations)
-    assert np.array_equal(got.copy_src, want.copy_src)
-    assert np.array_equal(got.copy_dst, want.copy_dst)
+    for name in ("row", "src", "dst", "count"):
+        assert np.array_equal(getattr(got.plan, name), getattr(want.plan, name)), name
     assert got.counts == want.counts
 
 

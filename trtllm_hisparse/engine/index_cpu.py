@@ -13,41 +13,47 @@ import numpy as np
 import torch
 from numba import njit
 
-from trtllm_hisparse.engine.base import IndexPages, StepBatch
-
 BLOCK = 64
 """Positions scored side by side; a multiple of every vector length in use."""
 
 
 def index_top_k(
-    query: torch.Tensor, weight: torch.Tensor, pages: IndexPages, batch: StepBatch, top_k: int
+    query: torch.Tensor,
+    weight: torch.Tensor,
+    keys: torch.Tensor,
+    page_table: torch.Tensor,
+    cu_queries: torch.Tensor,
+    visible: torch.Tensor,
+    top_k: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Each query's `top_k` best positions, and which queries could not be ordered.
 
     query, weight: float32 `[>= T, H, d]` and `[>= T, H]`; the first T rows are the batch's queries.
+    keys:          `[pages, page_rows, d]`.
+    page_table:    int32 `[R, J]`, page of each request's logical page.
+    cu_queries:    int32 `[R + 1]`; queries past its end are padding.
+    visible:       int32 `[T]`, positions a query may select from, ascending within a request.
     Returns int32 `[T, top_k]`, by descending score, equal scores by ascending position, -1 behind the last visible
     position: torch.topk's set wherever its scores differ, and the lowest positions where they are equal. And bool
-    `[T]`, True where a visible score is NaN: that query's selection means nothing.
+    `[T]`, True where a visible score is NaN: that query's selection is all -1.
     Keys past a query's own position are never part of a result, whatever they hold.
     """
-    queries = len(batch.positions)
-    positions = batch.positions.numpy()
-    selections = np.full((queries, top_k), -1, np.int32)
-    unordered = np.zeros(queries, np.bool_)
-    ends = batch.cu_queries.tolist()
+    seen_by = visible.numpy()
+    selections = np.full((len(visible), top_k), -1, np.int32)
+    unordered = np.zeros(len(visible), np.bool_)
+    ends = cu_queries.tolist()
     for request, (start, end) in enumerate(itertools.pairwise(ends)):
         if start == end:
             continue
-        seen = int(positions[end - 1]) + 1
-        table = pages.page_table[request, : -(-seen // pages.keys.shape[1])].long()
-        keys = pages.keys[table].float().flatten(0, 1)[:seen]
-        if len(keys) < seen or int(table.min()) < 0:
+        seen = int(seen_by[end - 1])
+        table = page_table[request, : -(-seen // keys.shape[1])].long()
+        if len(table) * keys.shape[1] < seen or (seen and int(table.min()) < 0):
             raise ValueError(f"request {request}: expected index pages for {seen} positions, got {table.tolist()}")
         _top_k(
             query[start:end].numpy(),
             weight[start:end].numpy(),
-            keys.numpy(),
-            positions[start:end],
+            keys[table].float().flatten(0, 1)[:seen].numpy(),
+            seen_by[start:end],
             selections[start:end],
             unordered[start:end],
         )
@@ -55,16 +61,16 @@ def index_top_k(
 
 
 @njit(nogil=True, cache=True)
-def _top_k(query: Any, weight: Any, keys: Any, positions: Any, selections: Any, unordered: Any) -> None:
-    """One request: query [Q, H, d], weight [Q, H], keys [S, d], positions [Q] ascending, S = last + 1."""
+def _top_k(query: Any, weight: Any, keys: Any, visible: Any, selections: Any, unordered: Any) -> None:
+    """One request: query [Q, H, d], weight [Q, H], keys [S, d], visible [Q] ascending, S its last."""
     n_queries, top_k = selections.shape
     scores = np.empty((n_queries, len(keys)), np.float32)
-    _score(query, weight, keys, positions, scores)
+    _score(query, weight, keys, visible, scores)
     best = np.empty(top_k, np.float32)  # a heap, the entry to be replaced first at its root
     where = np.empty(top_k, np.int32)
     for t in range(n_queries):
         count = 0
-        for s in range(positions[t] + 1):
+        for s in range(visible[t]):
             score = scores[t, s]
             if np.isnan(score):
                 unordered[t] = True
@@ -83,7 +89,7 @@ def _top_k(query: Any, weight: Any, keys: Any, positions: Any, selections: Any, 
 
 
 @njit(nogil=True, cache=True)
-def _score(query: Any, weight: Any, keys: Any, positions: Any, scores: Any) -> None:
+def _score(query: Any, weight: Any, keys: Any, visible: Any, scores: Any) -> None:
     n_queries, heads, dim = query.shape
     scale = np.float32(dim**-0.5)
     block = np.zeros((dim, BLOCK), np.float32)  # keys side by side
@@ -95,7 +101,7 @@ def _score(query: Any, weight: Any, keys: Any, positions: Any, scores: Any) -> N
             for i in range(dim):
                 block[i, j] = keys[first + j, i]
         for t in range(n_queries):
-            if positions[t] < first:
+            if visible[t] <= first:
                 continue
             total[:] = 0
             for h in range(heads):

@@ -87,7 +87,15 @@ class TorchEngine:
                 index = layer.indexer.project(hidden, q_latent, rotation)
                 kv.append_index(i, index.key[:queries])
                 pages = kv.index_pages(i)
-                selections, unordered = index_top_k(index.query, index.weight, pages, batch, self.spec.top_k)
+                selections, unordered = index_top_k(
+                    index.query,
+                    index.weight,
+                    pages.keys,
+                    pages.page_table,
+                    batch.cu_queries,
+                    (batch.positions + 1).int(),
+                    self.spec.top_k,
+                )
                 kv.resolve(i, selections)
                 # Without an order there is no right answer: let the request's logits say so.
                 x[:queries].masked_fill_(unordered[:, None], torch.nan)

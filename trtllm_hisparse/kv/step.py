@@ -10,7 +10,7 @@ from trtllm_hisparse.engine.base import IndexPages, StepBatch
 from trtllm_hisparse.errors import InvariantError
 from trtllm_hisparse.kv.hierarchy import CopyKind, KVHierarchy
 from trtllm_hisparse.resolver import Resolution, ResolveCounts, ResolveInputs, resolve
-from trtllm_hisparse.resolver.base import I32, I64
+from trtllm_hisparse.resolver.base import I32, I64, CopyPlan
 
 
 @dataclass(frozen=True)
@@ -101,11 +101,11 @@ class HierarchyStep:
         if state not in self._plans or self._plans[state][0] != index:
             self._settle(state)
             self._plans[state] = (index, self._resolve(state, self._selections[index]), set())
-        _, plan, served = self._plans[state]
+        _, resolution, served = self._plans[state]
         if owner not in served:
             served.add(owner)
-            self._gather(owner, plan)
-        return torch.from_numpy(plan.locations)
+            self._gather(owner, resolution.plan)
+        return torch.from_numpy(resolution.locations)
 
     def payload(self, layer: int) -> torch.Tensor:
         owner = self._kv.layout.spec.layers[layer].payload
@@ -148,19 +148,19 @@ class HierarchyStep:
         )
         return plan
 
-    def _gather(self, owner: int, plan: Resolution) -> None:
+    def _gather(self, owner: int, plan: CopyPlan) -> None:
         """The plan's misses for one member: host rows straight into their device rows."""
-        if not len(plan.copy_src):
+        if not len(plan.src):
             return
-        rows = self._kv.backup_rows[owner][torch.from_numpy(plan.copy_src)]
-        self._kv.payload[owner][torch.from_numpy(plan.copy_dst)] = rows
+        rows = self._kv.backup_rows[owner][torch.from_numpy(plan.src)]
+        self._kv.payload[owner][torch.from_numpy(plan.dst)] = rows
         self._kv.moved_bytes[CopyKind.GATHER] += rows.nbytes
 
     def _settle(self, state: int) -> None:
         """Before a plan is replaced, every member must have run it."""
         if state not in self._plans:
             return
-        index, plan, served = self._plans[state]
+        index, resolution, served = self._plans[state]
         left = set(self._kv.layout.spec.cache_states[state].members) - served
-        if left and len(plan.copy_src):
+        if left and len(resolution.plan.src):
             raise InvariantError(f"layers {sorted(left)} did not run the plan of layer {index}")

@@ -5,7 +5,7 @@
 misses (each distinct row once per request), staging overflow.
 """
 
-from trtllm_hisparse.resolver.base import Resolution, ResolveCounts, ResolveInputs
+from trtllm_hisparse.resolver.base import CopyPlan, Resolution, ResolveCounts, ResolveInputs
 from trtllm_hisparse.resolver.cpu import resolve
 
-__all__ = ["Resolution", "ResolveCounts", "ResolveInputs", "resolve"]
+__all__ = ["CopyPlan", "Resolution", "ResolveCounts", "ResolveInputs", "resolve"]

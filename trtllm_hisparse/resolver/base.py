@@ -15,7 +15,8 @@ class ResolveInputs:
 
     selections:  int32 [T, k], row ids in the model's order; -1, and ids at or past the query's visible
                  length (torch.topk returns such ids for short histories), are no entry. Duplicates are legal.
-    cu_queries:  int32 [R + 1], request r owns queries cu_queries[r] : cu_queries[r + 1].
+    cu_queries:  int32 [R + 1], request r owns queries cu_queries[r] : cu_queries[r + 1]; queries behind the last
+                 request are padding.
     slots:       int32 [R], request slots, all different; -1 = padding, touches no state.
     visible:     int32 [T], rows query t may see.
     page_map:    int32 [N, J], device page of a logical page whose rows may be read in place (tail or ready
@@ -48,9 +49,9 @@ class ResolveInputs:
         (ends,) = _shape("cu_queries", self.cu_queries, np.int32, 1)
         (requests,) = _shape("slots", self.slots, np.int32, 1)
         n_slots, n_pages = _shape("page_map", self.page_map, np.int32, 2)
-        if ends != requests + 1 or self.cu_queries[0] != 0 or self.cu_queries[-1] != queries:
+        if ends != requests + 1 or self.cu_queries[0] != 0 or self.cu_queries[-1] > queries:
             raise ValueError(
-                f"cu_queries: expected {requests + 1} offsets from 0 to {queries}, got {self.cu_queries}"
+                f"cu_queries: expected {requests + 1} offsets from 0 to at most {queries}, got {self.cu_queries}"
             )
         if (np.diff(self.cu_queries) < 0).any():
             raise ValueError(f"cu_queries: expected ascending offsets, got {self.cu_queries}")
@@ -112,14 +113,28 @@ class ResolveCounts:
 
 
 @dataclass(frozen=True)
+class CopyPlan:
+    """Rows to copy, request after request; the same plan serves every member.
+
+    row:      int32 [M], logical rows.
+    src, dst: int64 [M], physical row in the source and in the destination store.
+    count:    int32 [R], rows of each request.
+    """
+
+    row: I32
+    src: I64
+    dst: I64
+    count: I32
+
+
+@dataclass(frozen=True)
 class Resolution:
     """What a call returns.
 
     locations: int32 [T, k], device row of every entry in the model's order, -1 = no entry.
-    copy_src, copy_dst: int64 [M], host rows to copy to device rows; the same plan serves every member.
+    plan:      host rows to copy to device rows.
     """
 
     locations: I32
-    copy_src: I64
-    copy_dst: I64
+    plan: CopyPlan
     counts: ResolveCounts

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from trtllm_hisparse.resolver.base import Resolution, ResolveCounts, ResolveInputs
+from trtllm_hisparse.resolver.base import I32, I64, CopyPlan, Resolution, ResolveCounts, ResolveInputs
 
 _DIRECT, _HOT, _HOST, _STAGED, _COPIED, _LOST, _CORRUPT = range(7)
 
@@ -21,11 +21,27 @@ def resolve(inputs: ResolveInputs) -> Resolution:
     + hits (old order). A request whose entries all resolve in place leaves both bit-identical and skips the
     hot scan. Raises ValueError for malformed inputs; `counts.lost` and `counts.corrupt` report broken state.
     """
+    size = inputs.selections.size
+    locations, row = np.empty(inputs.selections.shape, np.int32), np.empty(size, np.int32)
+    src, dst = np.empty(size, np.int64), np.empty(size, np.int64)
+    count, counters = np.empty(inputs.slots.shape, np.int32), np.zeros(7, np.int64)
+    resolve_into(inputs, locations, row, src, dst, count, counters)
+    starts = inputs.cu_queries[:-1] * inputs.selections.shape[1]
+    used = np.concatenate([np.arange(0), *(start + np.arange(n) for start, n in zip(starts, count, strict=True))])
+    plan = CopyPlan(row[used], src[used], dst[used], count)
+    return Resolution(locations, plan, ResolveCounts(*counters.tolist()))
+
+
+def resolve_into(
+    inputs: ResolveInputs, locations: I32, row: I32, src: I64, dst: I64, count: I32, counters: I64
+) -> None:
+    """`resolve` into the caller's arrays: the plan of request r starts at `cu_queries[r] * k`.
+
+    locations: int32 [T, k]; row, src, dst: [T * k], logical row, host row and device row of each copy; count:
+    int32 [R]; counters: int64 [7], added to, in the order of `ResolveCounts`.
+    """
     inputs.check()
-    locations = np.empty(inputs.selections.shape, np.int32)
     widest = int(np.diff(inputs.cu_queries).max(initial=0)) * inputs.selections.shape[1]
-    copies = np.empty((2, inputs.selections.size), np.int64)
-    counts = np.zeros(7, np.int64)
     _resolve(
         inputs.selections,
         inputs.cu_queries,
@@ -41,11 +57,12 @@ def resolve(inputs: ResolveInputs) -> Resolution:
         inputs.stage_rows,
         widest,
         locations,
-        copies,
-        counts,
+        row,
+        src,
+        dst,
+        count,
+        counters,
     )
-    n = counts[_COPIED]
-    return Resolution(locations, copies[0, :n], copies[1, :n], ResolveCounts(*counts.tolist()))
 
 
 @njit(nogil=True, cache=True)
@@ -73,7 +90,10 @@ def _resolve(
     stage_rows: Any,
     widest: Any,
     locations: Any,
-    copies: Any,
+    plan_row: Any,
+    plan_src: Any,
+    plan_dst: Any,
+    plan_count: Any,
     counts: Any,
 ) -> None:
     k = selections.shape[1]
@@ -90,11 +110,14 @@ def _resolve(
     found = np.empty(widest, np.int64)
     hit_slot = np.empty(widest, np.int32)
     protected = np.zeros(n_hot, np.bool_)
-    order = np.empty(n_hot, np.int32)
+    victims = np.empty(n_hot, np.int32)
+    hits = np.empty(n_hot, np.int32)
 
+    locations[cu_queries[-1] :] = -1  # padding behind the last request
     for r in range(slots.size):
         slot = slots[r]
         n_rows = 0
+        plan_count[r] = 0
         # 1. Tail and ready history, in place; the rest is remembered as -2 - (position in `rows`).
         for t in range(cu_queries[r], cu_queries[r + 1]):
             for i in range(k):
@@ -136,20 +159,22 @@ def _resolve(
                     protected[hit_slot[u]] = False
                 hit_slot[u] = h
                 protected[h] = True
+        n_broken = 0  # values that cannot be: never used, kept in front as -1
         n_victims = 0
-        n_order = 0
+        n_hits = 0
         for j in range(live):
             h = lru[slot, j]
-            if h < 0 or h >= n_hot or not protected[h]:
-                order[n_victims] = h
+            if h < 0 or h >= n_hot:
+                n_broken += 1
+            elif protected[h]:
+                hits[n_hits] = h
+                n_hits += 1
+            else:
+                victims[n_victims] = h
                 n_victims += 1
-        for j in range(live):
-            h = lru[slot, j]
-            if h >= 0 and h < n_hot and protected[h]:
-                order[n_victims + n_order] = h
-                n_order += 1
+        counts[_CORRUPT] += n_broken
 
-        # 3, 4. Misses take the oldest unselected slots, then the arena. `order` keeps victims before hits.
+        # 3, 4. Misses take the oldest unselected slots, then the arena.
         taken = 0
         staged = 0
         for u in range(n_rows):
@@ -165,11 +190,8 @@ def _resolve(
                 counts[_LOST] += mentions[u]
                 continue
             if taken < n_victims:
-                h = order[taken]
+                h = victims[taken]
                 taken += 1
-                if h < 0 or h >= n_hot:
-                    counts[_CORRUPT] += 1
-                    continue
                 owners[slot, h] = row
                 found[u] = np.int64(hot_table[slot, h // page_rows]) * page_rows + h % page_rows
             elif staged < stage_rows:
@@ -180,27 +202,19 @@ def _resolve(
                 counts[_LOST] += mentions[u]
                 continue
             counts[_HOST] += mentions[u]
-            at = counts[_COPIED]
-            copies[0, at] = host_page * page_rows + row % page_rows
-            copies[1, at] = found[u]
+            at = np.int64(cu_queries[r]) * k + plan_count[r]
+            plan_row[at] = row
+            plan_src[at] = host_page * page_rows + row % page_rows
+            plan_dst[at] = found[u]
+            plan_count[r] += 1
             counts[_COPIED] += 1
 
-        # New order: broken values stay in front, then unused victims, just filled, hits.
-        at = 0
-        for j in range(taken):
-            if order[j] < 0 or order[j] >= n_hot:
-                lru[slot, at] = order[j]
-                at += 1
-        for j in range(taken, n_victims):
-            lru[slot, at] = order[j]
-            at += 1
-        for j in range(taken):
-            if order[j] >= 0 and order[j] < n_hot:
-                lru[slot, at] = order[j]
-                at += 1
-        for j in range(n_victims, n_victims + n_order):
-            lru[slot, at] = order[j]
-            at += 1
+        # New order: unused victims, just filled, hits.
+        lru[slot, :n_broken] = -1
+        for j in range(n_victims):
+            lru[slot, n_broken + j] = victims[(taken + j) % n_victims]
+        for j in range(n_hits):
+            lru[slot, n_broken + n_victims + j] = hits[j]
 
         # 5. A location for every entry; then leave the scratch clean.
         for t in range(cu_queries[r], cu_queries[r + 1]):

@@ -2,21 +2,72 @@
 
 import numpy as np
 
-from trtllm_hisparse.resolver.base import I32, Resolution, ResolveCounts, ResolveInputs
+from trtllm_hisparse.resolver.base import I32, CopyPlan, Resolution, ResolveCounts, ResolveInputs
 
 
 def resolve(inputs: ResolveInputs) -> Resolution:
     """Same contract as `resolver.resolve`; updates `owners` and `lru` in place."""
     inputs.check()
     locations = np.full(inputs.selections.shape, -1, np.int32)
-    plan: list[tuple[int, int]] = []
+    plans: list[list[tuple[int, int, int]]] = []
     counts = ResolveCounts()
     for r, slot in enumerate(inputs.slots.tolist()):
+        plans.append([])
         if slot >= 0:
-            _resolve_request(inputs, r, slot, locations, plan, counts)
-    counts.copied = len(plan)
-    src, dst = (np.array([copy[i] for copy in plan], np.int64) for i in (0, 1))
-    return Resolution(locations, src, dst, counts)
+            _resolve_request(inputs, r, slot, locations, plans[r], counts)
+    counts.copied = sum(map(len, plans))
+    return Resolution(locations, _copy_plan(plans), counts)
+
+
+def promote(inputs: ResolveInputs, plan: CopyPlan, last_query: I32) -> CopyPlan:
+    """Copy-back: make staged rows of a resolution hot; updates `owners` and `lru` in place.
+
+    inputs, plan: of the resolution that staged them. last_query: int32 [R], row of `selections` of each request's
+    last accepted query, -1 = promote nothing for it. Candidates are the rows that query selected, in its order,
+    then the others, latest first. They take the oldest slots whose rows that query did not select. Returns the
+    copies, arena rows to hot rows. (Section 3.4)
+    """
+    ends = np.cumsum(plan.count)
+    plans: list[list[tuple[int, int, int]]] = []
+    for r, slot in enumerate(inputs.slots.tolist()):
+        part = slice(ends[r] - plan.count[r], ends[r])
+        base, t = int(inputs.stage_base[r]), int(last_query[r])
+        staged = {
+            row: dst
+            for row, dst in zip(plan.row[part].tolist(), plan.dst[part].tolist(), strict=True)
+            if base <= dst < base + inputs.stage_rows
+        }
+        plans.append([])
+        if slot >= 0 and t >= 0 and staged:
+            _promote_request(inputs, slot, t, staged, plans[r])
+    return _copy_plan(plans)
+
+
+def _promote_request(
+    inputs: ResolveInputs, slot: int, t: int, staged: dict[int, int], plan: list[tuple[int, int, int]]
+) -> None:
+    p, owners, lru = inputs.page_rows, inputs.owners[slot], inputs.lru[slot]
+    hot_slots = len(owners) if inputs.hot_table[slot, 0] >= 0 else 0
+    chosen = [row for row in inputs.selections[t].tolist() if 0 <= row < inputs.visible[t]]
+    order = [h for h in lru.tolist()[:hot_slots] if 0 <= h < hot_slots]
+    victims = [h for h in order if owners[h] not in chosen]
+    hits = [h for h in order if owners[h] in chosen]
+    first = [row for row in dict.fromkeys(chosen) if row in staged]
+    used: list[int] = []
+    for row in first + [row for row in reversed(staged) if row not in chosen]:
+        if not victims:
+            break
+        h = victims.pop(0)
+        used.append(h)
+        owners[h] = row
+        plan.append((row, staged[row], int(inputs.hot_table[slot, h // p]) * p + h % p))
+    lru[:hot_slots] = [-1] * (hot_slots - len(order)) + victims + used + hits
+
+
+def _copy_plan(plans: list[list[tuple[int, int, int]]]) -> CopyPlan:
+    copies = [copy for plan in plans for copy in plan]
+    row, src, dst = (np.array([copy[i] for copy in copies], np.int64) for i in range(3))
+    return CopyPlan(row.astype(np.int32), src, dst, np.array([len(plan) for plan in plans], np.int32))
 
 
 def _resolve_request(
@@ -24,7 +75,7 @@ def _resolve_request(
     r: int,
     slot: int,
     locations: I32,
-    plan: list[tuple[int, int]],
+    plan: list[tuple[int, int, int]],
     counts: ResolveCounts,
 ) -> None:
     p = inputs.page_rows
@@ -57,10 +108,11 @@ def _resolve_request(
             held[int(owners[h])] = h
     hits = {row: held[row] for row in wanted if row in held}
     protected = set(hits.values())
-    order = lru.tolist()[:hot_slots]
+    order = [h for h in lru.tolist()[:hot_slots] if 0 <= h < hot_slots]
+    broken = hot_slots - len(order)
+    counts.corrupt += broken
     victims = [h for h in order if h not in protected]
     used: list[int] = []
-    broken: list[int] = []
 
     # 3, 4. Misses take the oldest unselected slots, then the arena.
     found = dict.fromkeys(wanted, -1)
@@ -76,10 +128,6 @@ def _resolve_request(
             continue
         if victims:
             h = victims.pop(0)
-            if not 0 <= h < hot_slots:
-                counts.corrupt += 1
-                broken.append(h)
-                continue
             used.append(h)
             owners[h] = row
             found[row] = hot_row(h)
@@ -91,8 +139,8 @@ def _resolve_request(
             counts.lost += len(entries)
             continue
         counts.host += len(entries)
-        plan.append((int(host_page) * p + row % p, found[row]))
-    lru[:hot_slots] = broken + victims + used + [h for h in order if h in protected]
+        plan.append((row, int(host_page) * p + row % p, found[row]))
+    lru[:hot_slots] = [-1] * broken + victims + used + [h for h in order if h in protected]
 
     # 5. A location for every entry.
     for row, entries in wanted.items():

@@ -1,0 +1,1 @@
+"""The CUDA kernels from Python: `abi` mirrors the C header, `ops` are the torch operators over it."""
