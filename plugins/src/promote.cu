@@ -11,12 +11,14 @@ namespace {
 
 // Rows and candidates of one request in shared memory: protected slots, the last accepted query's rows as a set, and for
 // each of its entries the plan entry that staged its row.
-size_t promote_bytes(int hot_rows, int top_k) { return 4 * ((hot_rows + 31) / 32 + (2 * top_k + 2) + top_k); }
+size_t promote_bytes(int hot_rows, int top_k) {
+  return 4 * static_cast<size_t>((hot_rows + 63) / 64 * 2 + top_k) + 8 * static_cast<size_t>(2 * top_k);
+}
 
 template <int kItems>
 __global__ void __launch_bounds__(kThreads, 1) promote_kernel(const hs_promote_params q) {
-  extern __shared__ uint32_t shared[];
-  __shared__ int lru_counts[3][kWarps], chosen_counts[kWarps], other_counts[kWarps];
+  extern __shared__ __align__(16) uint32_t shared[];
+  __shared__ int lru_counts[2][kWarps], chosen_counts[kWarps], other_counts[kWarps];
   const hs_resolve_params& p = q.step;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int r = blockIdx.x, k = p.top_k, slot = p.slot_of[r], last = q.last_query[r];
@@ -37,15 +39,15 @@ __global__ void __launch_bounds__(kThreads, 1) promote_kernel(const hs_promote_p
   const int64_t arena = p.stage_base[r];
   const auto in_arena = [&](int v) { return staged.dst[v] >= arena && staged.dst[v] < arena + p.stage_rows; };
 
-  const int words = (p.hot_rows + 31) / 32, size = 2 * k + 2;
+  const Pages pages(p.page_rows);
+  const int words = (p.hot_rows + 63) / 64 * 2;
   uint32_t* const is_protected = shared;
-  uint32_t* const cells = shared + words;
-  int32_t* const entry_of = reinterpret_cast<int32_t*>(cells + size);  // plan entry that staged selection e, or -1
+  WideSet chosen(shared + words, 2 * k, selections);
+  auto* const entry_of = reinterpret_cast<int32_t*>(chosen.cells + chosen.size);  // plan entry that staged entry e, or -1
   for (int i = threadIdx.x; i < words; i += kThreads) is_protected[i] = 0;
-  for (int i = threadIdx.x; i < size; i += kThreads) cells[i] = ~0u;
+  for (int i = threadIdx.x; i < chosen.size; i += kThreads) chosen.cells[i] = WideSet::kEmpty;
   for (int i = threadIdx.x; i < k; i += kThreads) entry_of[i] = -1;
   __syncthreads();
-  RowSet<uint32_t> chosen{cells, size, selections};
   for (int i = threadIdx.x; i < k; i += kThreads) {
     const int32_t row = selections[i];
     if (row >= 0 && row < p.visible[last]) chosen.insert(i, row);
@@ -78,13 +80,14 @@ __global__ void __launch_bounds__(kThreads, 1) promote_kernel(const hs_promote_p
     other_counts[warp] = mine[1];
   }
   LruOrder<kItems> order;
-  order.read(lru, live, is_protected, lru_counts);  // synchronises
+  order.load(lru, live);
+  order.rank(live, is_protected, lru_counts);  // synchronises
   int n_chosen, n_others;
   int chosen_rank = before_warp(chosen_counts, &n_chosen), other_rank = before_warp(other_counts, &n_others);
   const int taken = min(n_chosen + n_others, order.victims);
   if (threadIdx.x == 0) q.promoted.count[r] = taken;
   if (n_chosen + n_others == 0) return;
-  order.write(lru, live, is_protected, taken, [&](int victim, int h) { out.dst[victim] = h; });
+  order.write(lru, taken, [&](int victim, int h) { out.dst[victim] = h; });
   __syncthreads();
   const auto promote = [&](int rank, int v) {
     if (rank >= taken) return;
@@ -92,7 +95,7 @@ __global__ void __launch_bounds__(kThreads, 1) promote_kernel(const hs_promote_p
     owners[h] = staged.row[v];
     out.row[rank] = staged.row[v];
     out.src[rank] = staged.dst[v];
-    out.dst[rank] = hot_row(hot_table, h, p.page_rows);
+    out.dst[rank] = hot_row(hot_table, h, pages);
   };
   for (int i = warp * chosen_span + lane; i - lane < (warp + 1) * chosen_span; i += 32) {
     const bool is = i < k && entry_of[i] >= 0;
@@ -111,6 +114,9 @@ __global__ void __launch_bounds__(kThreads, 1) promote_kernel(const hs_promote_p
 template <int kItems>
 int launch_promote(const hs_promote_params& q, cudaStream_t stream) {
   const size_t bytes = promote_bytes(q.step.hot_rows, q.step.top_k);
+  if (bytes > 48 * 1024) {
+    cudaFuncSetAttribute(promote_kernel<kItems>, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
+  }
   promote_kernel<kItems><<<q.step.requests, kThreads, bytes, stream>>>(q);
   return launched("hs_promote");
 }

@@ -4,6 +4,8 @@
 // An entry's location passes through `found`: -1 none, >= 0 final, <= -2 waiting in cell -2 - found of the set. The first
 // mention of a row ("leader") is located by a hit, a victim or the arena; the others then copy from it.
 
+#include <algorithm>
+
 #include "check.h"
 #include "resolve.cuh"
 
@@ -12,10 +14,13 @@ namespace {
 
 struct Layout {
   int cells;      // of the set
-  bool wide;      // 32-bit cells
-  bool on_chip;   // selections and locations have copies in shared memory
+  bool wide;      // WideSet, or SmallSet
+  bool on_chip;   // locations in the making (and a SmallSet's rows) are in shared memory
   size_t bytes;   // dynamic shared memory
 };
+
+// 32-bit words of shared memory before the set.
+__host__ __device__ int protected_words(int hot_rows) { return (hot_rows + 127) / 128 * 4; }
 
 struct Tally {
   int direct = 0, hot = 0, host = 0, staged = 0, copied = 0, lost = 0, corrupt = 0;
@@ -35,12 +40,13 @@ __device__ void add(const Tally& mine, int* shared, int64_t* counters) {
   }
 }
 
-template <typename Cell, int kItems>
+template <typename Set, int kItems>
 __global__ void __launch_bounds__(kThreads, 1) resolve_kernel(const hs_resolve_params p, const Layout layout) {
-  extern __shared__ uint32_t shared[];
-  __shared__ int lru_counts[3][kWarps], miss_counts[kWarps], tally[HS_COUNTERS];
+  extern __shared__ __align__(16) uint32_t shared[];
+  __shared__ int lru_counts[2][kWarps], miss_counts[kWarps], tally[HS_COUNTERS];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int r = blockIdx.x, k = p.top_k, rows = p.page_rows;
+  const int r = blockIdx.x, k = p.top_k;
+  const Pages pages(p.page_rows);
 
   if (r == p.requests) {  // queries behind the last request
     const int64_t end = static_cast<int64_t>(p.queries) * k;
@@ -70,42 +76,59 @@ __global__ void __launch_bounds__(kThreads, 1) resolve_kernel(const hs_resolve_p
   const int live = hot_table[0] >= 0 ? p.hot_rows : 0;
 
   uint32_t* const is_protected = shared;
-  const int words = (p.hot_rows + 31) / 32;
-  Cell* const cells = reinterpret_cast<Cell*>(shared + words);
-  int32_t* const copies = reinterpret_cast<int32_t*>(cells + layout.cells);
+  uint32_t* const cells = shared + protected_words(p.hot_rows);
+  const int cell_bytes = layout.cells * static_cast<int>(sizeof(typename Set::Cell));
   const int32_t* selections = p.selections + first;
   int32_t* found = locations;
   if (layout.on_chip) {
-    for (int i = threadIdx.x; i < n; i += kThreads) copies[i] = selections[i];
-    selections = copies;
-    found = copies + p.max_width * k;
+    found = reinterpret_cast<int32_t*>(cells + cell_bytes / 4);
+    if (!layout.wide) {
+      int32_t* const rows = found + p.max_width * k;
+      for (int i = threadIdx.x; i < n; i += kThreads) rows[i] = selections[i];
+      selections = rows;
+    }
   }
-  for (int i = threadIdx.x; i < words; i += kThreads) is_protected[i] = 0;
-  for (int i = threadIdx.x; i < static_cast<int>(layout.cells * sizeof(Cell) / 4); i += kThreads) {
-    reinterpret_cast<uint32_t*>(cells)[i] = ~0u;
+  // Small hot caches are read while the set is being made, before it is known whether the slot has one.
+  constexpr bool kEarly = kItems <= 8;
+  LruOrder<kItems> order;
+  int32_t held[kEarly ? kItems : 1];
+  if (kEarly) {
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      const int h = threadIdx.x + i * kThreads;
+      held[kEarly ? i : 0] = h < p.hot_rows ? owners[h] : -1;
+    }
+    order.load(lru, p.hot_rows);
+  }
+  for (int i = threadIdx.x; i < protected_words(p.hot_rows); i += kThreads) is_protected[i] = 0;
+  for (int i = threadIdx.x; i < cell_bytes / 16; i += kThreads) {
+    reinterpret_cast<uint4*>(cells)[i] = make_uint4(~0u, ~0u, ~0u, ~0u);
   }
   if (threadIdx.x < HS_COUNTERS) tally[threadIdx.x] = 0;
   __syncthreads();
 
   // 1. Tail and ready history, in place; the rest into the set of wanted rows.
-  RowSet<Cell> wanted{cells, layout.cells, selections};
+  Set wanted(cells, layout.cells, selections);
   Tally mine;
   bool waits = false;
-  for (int i = threadIdx.x; i < n; i += kThreads) {
-    const int32_t row = selections[i];
-    int32_t at = -1;
-    if (row >= 0 && row < p.visible[query + i / k]) {
-      const int page = row / rows;
-      const int32_t device = page < p.pages ? page_map[page] : -1;
-      if (device >= 0) {
-        at = device * rows + row % rows;
-        ++mine.direct;
-      } else {
-        at = -2 - wanted.insert(i, row);
-        waits = true;
+  for (int t = 0; t < width; ++t) {
+    const int visible = p.visible[query + t];
+    for (int i = t * k + threadIdx.x; i < (t + 1) * k; i += kThreads) {
+      const int32_t row = selections[i];
+      int32_t at = -1;
+      if (row >= 0 && row < visible) {
+        const int page = pages.page(row);
+        const int32_t device = page < p.pages ? page_map[page] : -1;
+        if (device >= 0) {
+          at = static_cast<int32_t>(pages.row(device, pages.line(row)));
+          ++mine.direct;
+        } else {
+          at = -2 - wanted.insert(i, row);
+          waits = true;
+        }
       }
+      found[i] = at;
     }
-    found[i] = at;
   }
   if (!__syncthreads_or(waits)) {
     if (layout.on_chip) {
@@ -117,16 +140,23 @@ __global__ void __launch_bounds__(kThreads, 1) resolve_kernel(const hs_resolve_p
   }
 
   // 2. Hot scan; every selected row is protected.
-  for (int h = threadIdx.x; h < live; h += kThreads) {
-    const int32_t row = owners[h];
+  const auto scan = [&](int h, int32_t row) {
     const int leader = row >= 0 ? wanted.find(row) : -1;
-    if (leader < 0) continue;
-    if (atomicExch(found + leader, static_cast<int32_t>(hot_row(hot_table, h, rows))) >= 0) {
+    if (leader < 0) return;
+    if (atomicExch(found + leader, static_cast<int32_t>(hot_row(hot_table, h, pages))) >= 0) {
       ++mine.corrupt;  // two slots own the row
     } else {
       ++mine.hot;
     }
     atomicOr(is_protected + h / 32, 1u << (h % 32));
+  };
+  if (kEarly) {
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) scan(threadIdx.x + i * kThreads, live > 0 ? held[kEarly ? i : 0] : -1);
+  } else {
+#pragma unroll 4
+    for (int h = threadIdx.x; h < live; h += kThreads) scan(h, owners[h]);
+    order.load(lru, p.hot_rows);
   }
   __syncthreads();
 
@@ -138,9 +168,9 @@ __global__ void __launch_bounds__(kThreads, 1) resolve_kernel(const hs_resolve_p
     const int e = warp * span + i * 32 + lane;
     bool miss = false;
     if (e < n && found[e] < -1) {
-      const int leader = cells[-2 - found[e]];
+      const int leader = wanted.leader(-2 - found[e]);
       if (leader == e) {
-        const int page = selections[e] / rows;
+        const int page = pages.page(selections[e]);
         miss = page < p.pages && host_map[page] >= 0;
       } else if (found[leader] >= 0) {
         found[e] = found[leader];
@@ -151,8 +181,7 @@ __global__ void __launch_bounds__(kThreads, 1) resolve_kernel(const hs_resolve_p
     count += __popc(__ballot_sync(~0u, miss));
   }
   if (lane == 0) miss_counts[warp] = count;
-  LruOrder<kItems> order;
-  order.read(lru, live, is_protected, lru_counts);  // synchronises
+  order.rank(live, is_protected, lru_counts);  // synchronises
   int n_misses;
   int rank = before_warp(miss_counts, &n_misses);
   const int taken = min(n_misses, order.victims);
@@ -165,7 +194,7 @@ __global__ void __launch_bounds__(kThreads, 1) resolve_kernel(const hs_resolve_p
 
   // 4. Misses take the oldest unselected slots, then the arena. Slots pass through the plan's destinations.
   const hs_plan plan{p.plan.row + first, p.plan.src + first, p.plan.dst + first, nullptr};
-  order.write(lru, live, is_protected, taken, [&](int victim, int h) { plan.dst[victim] = h; });
+  order.write(lru, taken, [&](int victim, int h) { plan.dst[victim] = h; });
   __syncthreads();
   for (int i = 0; i * 32 < span; ++i) {
     const bool miss = misses >> i & 1;
@@ -173,7 +202,7 @@ __global__ void __launch_bounds__(kThreads, 1) resolve_kernel(const hs_resolve_p
     const int e = warp * span + i * 32 + lane, m = rank + rank_in(lanes);
     rank += __popc(lanes);
     if (!miss) {
-      if (e < n && found[e] < -1 && cells[-2 - found[e]] == e) {  // no source anywhere
+      if (e < n && found[e] < -1 && wanted.leader(-2 - found[e]) == e) {  // no source anywhere
         found[e] = -1;
         ++mine.lost;
       }
@@ -189,14 +218,14 @@ __global__ void __launch_bounds__(kThreads, 1) resolve_kernel(const hs_resolve_p
     if (m < taken) {
       const int h = static_cast<int>(plan.dst[m]);
       owners[h] = row;
-      at = hot_row(hot_table, h, rows);
+      at = hot_row(hot_table, h, pages);
     } else {
       at = p.stage_base[r] + m - taken;
       ++mine.staged;
     }
     ++mine.host;
     plan.row[m] = row;
-    plan.src[m] = static_cast<int64_t>(host_map[row / rows]) * rows + row % rows;
+    plan.src[m] = pages.row(host_map[pages.page(row)], pages.line(row));
     plan.dst[m] = at;
     found[e] = static_cast<int32_t>(at);
   }
@@ -207,7 +236,7 @@ __global__ void __launch_bounds__(kThreads, 1) resolve_kernel(const hs_resolve_p
   for (int i = threadIdx.x; i < n; i += kThreads) {
     int32_t at = found[i];
     if (at < -1) {
-      at = found[cells[-2 - at]];
+      at = found[wanted.leader(-2 - at)];
       mine.host += at >= 0;
       mine.staged += at >= stage && at < stage + p.stage_rows;
       mine.lost += at < 0;
@@ -219,29 +248,33 @@ __global__ void __launch_bounds__(kThreads, 1) resolve_kernel(const hs_resolve_p
   add(mine, tally, p.counters);
 }
 
-// The most entries a launch can serve from shared memory of `limit` bytes; the set stays at most four fifths full.
+// What of a request of `entries` entries fits on chip, best first; a set is at most four fifths full.
 int plan_layout(int entries, int hot_rows, size_t limit, Layout* out) {
-  const size_t bits = (hot_rows + 31) / 32 * 4;
-  const int roomy = (2 * entries + 31) / 32 * 32;
-  const size_t both = 8 * static_cast<size_t>(entries);
-  if (bits + 4 * roomy + both <= limit) {
-    *out = {roomy, true, true, bits + 4 * roomy + both};
-  } else if (bits + 2 * roomy + both <= limit) {
-    *out = {roomy, false, true, bits + 2 * roomy + both};
-  } else {
-    const int cells = static_cast<int>(min(static_cast<size_t>(roomy), (limit - bits) / 64 * 32));
-    if (cells * 4LL < entries * 5LL) {
-      return fail(HS_BAD_ARGUMENT, "max_width * top_k: this device serves at most %d entries a request, got %d",
-                  cells * 4 / 5, entries);
+  const size_t bits = 4 * static_cast<size_t>(protected_words(hot_rows)), found = 4 * static_cast<size_t>(entries);
+  const auto cells_of = [](int64_t n) { return static_cast<int>((n + 7) / 8 * 8); };  // whole 16-byte words
+  for (const bool wide : {true, false}) {
+    for (const int times : {4, 2}) {
+      const int cells = cells_of(static_cast<int64_t>(times) * entries);
+      const size_t bytes = bits + cells * (wide ? sizeof(WideSet::Cell) : sizeof(SmallSet::Cell)) + found * (wide ? 1 : 2);
+      if (bytes <= limit) {
+        *out = {cells, wide, true, bytes};
+        return HS_OK;
+      }
     }
-    *out = {cells, false, false, bits + 2 * static_cast<size_t>(cells)};
   }
+  const int fitting = static_cast<int>((limit - bits) / sizeof(SmallSet::Cell) / 8 * 8);
+  const int cells = std::min(cells_of(2LL * entries), fitting);
+  if (cells * 4LL < entries * 5LL) {
+    return fail(HS_BAD_ARGUMENT, "max_width * top_k: this device serves at most %d entries a request, got %d",
+                cells / 5 * 4, entries);
+  }
+  *out = {cells, false, false, bits + cells * sizeof(SmallSet::Cell)};
   return HS_OK;
 }
 
-template <typename Cell, int kItems>
+template <typename Set, int kItems>
 int launch(const hs_resolve_params& p, const Layout& layout, cudaStream_t stream) {
-  const auto kernel = resolve_kernel<Cell, kItems>;
+  const auto kernel = resolve_kernel<Set, kItems>;
   if (layout.bytes > 48 * 1024) {
     cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(layout.bytes));
   }
@@ -249,11 +282,11 @@ int launch(const hs_resolve_params& p, const Layout& layout, cudaStream_t stream
   return launched("hs_resolve");
 }
 
-template <typename Cell>
+template <typename Set>
 int launch(const hs_resolve_params& p, const Layout& layout, cudaStream_t stream) {
-  if (p.hot_rows <= 4 * kThreads) return launch<Cell, 4>(p, layout, stream);
-  if (p.hot_rows <= 8 * kThreads) return launch<Cell, 8>(p, layout, stream);
-  return launch<Cell, 32>(p, layout, stream);
+  if (p.hot_rows <= 4 * kThreads) return launch<Set, 4>(p, layout, stream);
+  if (p.hot_rows <= 8 * kThreads) return launch<Set, 8>(p, layout, stream);
+  return launch<Set, 32>(p, layout, stream);
 }
 
 }  // namespace
@@ -300,5 +333,5 @@ int hs_resolve(const hs_resolve_params* params, hs_stream stream) {
   Layout layout;
   if (const int status = plan_layout(p.max_width * p.top_k, p.hot_rows, limit - 1024, &layout)) return status;
   const auto s = static_cast<cudaStream_t>(stream);
-  return layout.wide ? launch<uint32_t>(p, layout, s) : launch<uint16_t>(p, layout, s);
+  return layout.wide ? launch<WideSet>(p, layout, s) : launch<SmallSet>(p, layout, s);
 }

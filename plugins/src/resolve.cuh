@@ -31,23 +31,70 @@ __device__ __forceinline__ int rank_in(unsigned ballot) {
   return __popc(ballot & ((1u << (threadIdx.x % 32)) - 1));
 }
 
-__device__ __forceinline__ bool bit(const uint32_t* bits, int i) { return bits[i / 32] >> (i % 32) & 1; }
+// Division by a page's rows: a shift where they are a power of two, as they usually are.
+struct Pages {
+  int rows, shift;  // shift < 0: rows is no power of two
 
-// Open-addressing set of rows. A cell holds the lowest index of its row in `rows`, kEmpty when free; there are more
-// cells than rows, so every probe ends.
-template <typename Cell>
-struct RowSet {
-  static constexpr Cell kEmpty = static_cast<Cell>(~0u);
+  __device__ explicit Pages(int page_rows) : rows(page_rows) {
+    shift = (rows & (rows - 1)) == 0 ? 31 - __clz(rows) : -1;
+  }
+  __device__ int page(int row) const { return shift >= 0 ? row >> shift : row / rows; }
+  __device__ int line(int row) const { return shift >= 0 ? row & (rows - 1) : row % rows; }
+  __device__ int64_t row(int64_t page, int line) const { return page * rows + line; }
+};
+
+__device__ __forceinline__ int home_of(int32_t row, int size) {
+  return __umulhi(static_cast<uint32_t>(row) * 2654435761u, size);
+}
+
+// Open-addressing sets of rows with the lowest index at which each was mentioned. There are more cells than rows, so
+// every probe ends; `find` may not run while others insert.
+//
+// WideSet keeps row and index in a cell.
+struct WideSet {
+  using Cell = unsigned long long;
+  static constexpr Cell kEmpty = ~0ull;
+  Cell* cells;
+  int size;
+
+  __device__ WideSet(void* memory, int n, const int32_t*) : cells(static_cast<Cell*>(memory)), size(n) {}
+  __device__ int leader(int cell) const { return static_cast<int>(cells[cell]); }
+
+  // The cell of the row, which is put there first.
+  __device__ int insert(int index, int32_t row) {
+    const Cell mine = static_cast<Cell>(row) << 32 | static_cast<uint32_t>(index);
+    for (int cell = home_of(row, size);; cell = cell + 1 == size ? 0 : cell + 1) {
+      const Cell seen = atomicCAS(cells + cell, kEmpty, mine);
+      if (seen == kEmpty) return cell;
+      if (static_cast<int32_t>(seen >> 32) != row) continue;
+      if (seen > mine) atomicMin(cells + cell, mine);
+      return cell;
+    }
+  }
+
+  // Lowest index of the row, -1 when it is not in the set.
+  __device__ int find(int32_t row) const {
+    for (int cell = home_of(row, size);; cell = cell + 1 == size ? 0 : cell + 1) {
+      const Cell seen = cells[cell];
+      if (static_cast<int32_t>(seen >> 32) == row) return static_cast<int>(seen);
+      if (seen == kEmpty) return -1;
+    }
+  }
+};
+
+// SmallSet keeps the index alone, in 16 bits, and looks the row up.
+struct SmallSet {
+  using Cell = unsigned short;
+  static constexpr Cell kEmpty = 0xffff;
   Cell* cells;
   int size;
   const int32_t* rows;
 
-  __device__ int home(int32_t row) const { return __umulhi(static_cast<uint32_t>(row) * 2654435761u, size); }
-  __device__ int next(int cell) const { return cell + 1 == size ? 0 : cell + 1; }
+  __device__ SmallSet(void* memory, int n, const int32_t* of) : cells(static_cast<Cell*>(memory)), size(n), rows(of) {}
+  __device__ int leader(int cell) const { return cells[cell]; }
 
-  // The cell of rows[index], which is put there first.
   __device__ int insert(int index, int32_t row) {
-    for (int cell = home(row);; cell = next(cell)) {
+    for (int cell = home_of(row, size);; cell = cell + 1 == size ? 0 : cell + 1) {
       Cell seen = atomicCAS(cells + cell, kEmpty, static_cast<Cell>(index));
       if (seen == kEmpty) return cell;
       if (rows[seen] != row) continue;
@@ -60,9 +107,8 @@ struct RowSet {
     }
   }
 
-  // Lowest index of the row, -1 when it is not in the set. Not while others insert.
   __device__ int find(int32_t row) const {
-    for (int cell = home(row);; cell = next(cell)) {
+    for (int cell = home_of(row, size);; cell = cell + 1 == size ? 0 : cell + 1) {
       const Cell seen = cells[cell];
       if (seen == kEmpty) return -1;
       if (rows[seen] == row) return seen;
@@ -71,73 +117,72 @@ struct RowSet {
 };
 
 // Device row of hot slot h.
-__device__ __forceinline__ int64_t hot_row(const int32_t* table, int h, int page_rows) {
-  return static_cast<int64_t>(table[h / page_rows]) * page_rows + h % page_rows;
+__device__ __forceinline__ int64_t hot_row(const int32_t* table, int h, const Pages& pages) {
+  return pages.row(table[pages.page(h)], pages.line(h));
 }
 
-// One slot's LRU order, held in registers between reading and rewriting it: hot slots fall into victims, hits
-// (protected) and broken values; the new order is broken (as -1), unused victims, used victims, hits.
+// One slot's LRU order, held in registers between reading and rewriting it: hot slots fall into victims and hits
+// (protected); values that cannot be are broken. The new order is broken (as -1), unused victims, used victims, hits.
 template <int kItems>
 struct LruOrder {
-  uint16_t slot[kItems];                   // kBroken marks a value that cannot be
-  int victims, hits, broken;               // of the whole slot
-  int victim_rank, hit_rank, broken_rank;  // of this warp's first
+  int32_t slot[kItems];
+  unsigned victim_bits, hit_bits;  // bit i: this lane's i-th item is one
+  int victims, hits, broken;       // of the whole slot
+  int victim_rank, hit_rank;       // of this warp's first
 
-  static constexpr uint16_t kBroken = 0xffff;
-
-  // counts: shared [3][kWarps]. Synchronises the block.
-  __device__ void read(const int32_t* lru, int hot_rows, const uint32_t* is_protected, int (*counts)[kWarps]) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, span = span_of(hot_rows);
-    int mine[3] = {0, 0, 0};
+  __device__ void load(const int32_t* lru, int hot_rows) {
+    const int first = threadIdx.x / 32 * span_of(hot_rows) + threadIdx.x % 32, span = span_of(hot_rows);
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {
-      const int j = warp * span + i * 32 + lane;
-      const bool real = i * 32 < span && j < hot_rows;
-      const int32_t h = real ? lru[j] : -1;
+      const int j = first + i * 32;
+      slot[i] = i * 32 < span && j < hot_rows ? lru[j] : -1;
+    }
+  }
+
+  // Sorts the items; counts: shared [2][kWarps]. Synchronises the block.
+  __device__ void rank(int hot_rows, const uint32_t* is_protected, int (*counts)[kWarps]) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    int mine[2] = {0, 0};
+    victim_bits = hit_bits = 0;
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      const int h = slot[i];
       const bool whole = h >= 0 && h < hot_rows;
-      const bool hit = whole && bit(is_protected, h);
-      slot[i] = whole ? static_cast<uint16_t>(h) : kBroken;
+      const bool hit = whole && (is_protected[h / 32] >> (h % 32) & 1);
+      victim_bits |= static_cast<unsigned>(whole && !hit) << i;
+      hit_bits |= static_cast<unsigned>(hit) << i;
       mine[0] += __popc(__ballot_sync(~0u, whole && !hit));
       mine[1] += __popc(__ballot_sync(~0u, hit));
-      mine[2] += __popc(__ballot_sync(~0u, real && !whole));
     }
     if (lane == 0) {
-      for (int c = 0; c < 3; ++c) counts[c][warp] = mine[c];
+      counts[0][warp] = mine[0];
+      counts[1][warp] = mine[1];
     }
     __syncthreads();
     victim_rank = before_warp(counts[0], &victims);
     hit_rank = before_warp(counts[1], &hits);
-    broken_rank = before_warp(counts[2], &broken);
+    broken = hot_rows - victims - hits;
   }
 
   // Writes the new order once `taken` victims are used; take(rank, slot) is called for each of them.
   template <typename Take>
-  __device__ void write(int32_t* lru, int hot_rows, const uint32_t* is_protected, int taken, Take take) const {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, span = span_of(hot_rows);
-    int before[3] = {victim_rank, hit_rank, broken_rank};
+  __device__ void write(int32_t* lru, int taken, Take take) const {
+    int before[2] = {victim_rank, hit_rank};
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {
-      const int j = warp * span + i * 32 + lane;
-      const bool real = i * 32 < span && j < hot_rows;
-      const int h = slot[i];
-      const bool whole = h != kBroken;
-      const bool hit = whole && bit(is_protected, h);
-      const unsigned victim_lanes = __ballot_sync(~0u, whole && !hit);
-      const unsigned hit_lanes = __ballot_sync(~0u, hit);
-      const unsigned broken_lanes = __ballot_sync(~0u, real && !whole);
-      if (whole && !hit) {
+      const bool victim = victim_bits >> i & 1, hit = hit_bits >> i & 1;
+      const unsigned victim_lanes = __ballot_sync(~0u, victim), hit_lanes = __ballot_sync(~0u, hit);
+      if (victim) {
         const int rank = before[0] + rank_in(victim_lanes);
-        lru[broken + (rank < taken ? victims - taken + rank : rank - taken)] = h;
-        if (rank < taken) take(rank, h);
+        lru[broken + (rank < taken ? victims - taken + rank : rank - taken)] = slot[i];
+        if (rank < taken) take(rank, slot[i]);
       } else if (hit) {
-        lru[broken + victims + before[1] + rank_in(hit_lanes)] = h;
-      } else if (real) {
-        lru[before[2] + rank_in(broken_lanes)] = -1;
+        lru[broken + victims + before[1] + rank_in(hit_lanes)] = slot[i];
       }
       before[0] += __popc(victim_lanes);
       before[1] += __popc(hit_lanes);
-      before[2] += __popc(broken_lanes);
     }
+    for (int i = threadIdx.x; i < broken; i += kThreads) lru[i] = -1;
   }
 };
 
