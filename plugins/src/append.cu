@@ -4,6 +4,7 @@
 #include <cuda_fp8.h>
 
 #include "check.h"
+#include "rows.cuh"
 
 namespace hisparse {
 namespace {
@@ -11,9 +12,6 @@ namespace {
 constexpr int kAppendThreads = 128;
 constexpr float kFp8Max = 448.0f;
 constexpr float kLeastScale = 1.17549435e-38f;  // smallest normal number: a row of zeros divides by it
-
-// fp8_ds_mla, bytes
-constexpr int kMlaLatents = 512, kMlaBlock = 128, kMlaRotary = 64, kMlaBytes = 656;
 
 template <typename T>
 __device__ float value(T x) {

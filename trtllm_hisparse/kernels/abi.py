@@ -163,6 +163,9 @@ def load() -> ctypes.CDLL:
         raise RuntimeError(
             f"{file}: expected ABI version {VERSION}, got {version}; rebuild it with `make plugins`"
         )
+    missing = [name for name in (*_CALLS, *_WORKSPACES, "hs_copy_chunks") if not hasattr(library, name)]
+    if missing:
+        raise RuntimeError(f"{file}: lacks {', '.join(missing)}; run `make plugins` again")
     for name, params in _CALLS.items():
         getattr(library, name).argtypes = (POINTER(params), c_void_p)
     for name, params in _WORKSPACES.items():
