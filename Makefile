@@ -1,7 +1,7 @@
 PYTHON := .venv/bin/python
 STAMP := .venv/.set-up
 
-.PHONY: setup demo test lint clean
+.PHONY: setup demo test lint plugins clean
 
 setup: $(STAMP)
 
@@ -19,6 +19,10 @@ lint: setup
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy trtllm_hisparse
+
+# The CUDA kernels; ARCH=90 builds for one compute capability only.
+plugins:
+	build_scripts/plugins.sh
 
 # Leaves .venv, which takes minutes to make.
 clean:

@@ -215,7 +215,7 @@ def test_graph_replay_with_changed_locations():
         ({"row_format": 7}, "row_format: expected an hs_format, got 7"),
         ({"row_format": abi.FP8_DS_MLA, "latent": 500}, r"latent: expected 512\.\.512, got 500"),
         ({"rows": 0}, "rows: expected a pointer, got null"),
-        ({"query": 3}, "query: expected 2-byte alignment"),
+        ({"query": 2}, "query: expected 16-byte alignment"),
         ({"workspace": 128}, "workspace: expected 256-byte alignment"),
     ],
 )

@@ -16,6 +16,7 @@
 #ifdef __cplusplus
 extern "C" {
 #endif
+#pragma GCC visibility push(default)
 
 #define HS_VERSION 1 /* of this ABI and of the plugins' serialised fields */
 
@@ -39,8 +40,10 @@ enum hs_status { HS_OK = 0, HS_BAD_ARGUMENT = 1, HS_CUDA_ERROR = 2 };
  */
 enum hs_format { HS_F32 = 0, HS_BF16 = 1, HS_FP8 = 2, HS_FP8_DS_MLA = 3 };
 
-/* Version of the loaded library, and the message of this thread's last failed call. */
+/* The loaded library's version and compute capabilities ("80,90"), and the message of this thread's last failed
+ * call. */
 int hs_version(void);
+const char* hs_architectures(void);
 const char* hs_last_error(void);
 
 /* What a resolver call found, in int64 counters it adds to. */
@@ -185,6 +188,7 @@ typedef struct {
 size_t hs_attention_workspace(const hs_attention_params* params);
 int hs_attention(const hs_attention_params* params, hs_stream stream);
 
+#pragma GCC visibility pop
 #ifdef __cplusplus
 }
 #endif

@@ -1,9 +1,11 @@
 // Sparse MLA decode attention in two launches: partial results of fixed chunks of entries, then their merge in order.
 //
-// The chunks depend on k alone, never on the batch, so a query's result is the same bits whatever runs beside it.
-// Entries of -1 are skipped, not weighted with zero: the row they would read may hold anything.
+// The chunks depend on k and the formats, never on the batch, so a query's result is the same bits whatever runs beside
+// it. Entries of -1 are not weighted with zero but never read: their row may hold anything. Softmax is in base 2.
+//
+// Here: any sizes, float32 arithmetic, and the merge. attention_mla.cu: the sizes of released models on tensor cores.
 
-#include <algorithm>
+#include "attention.cuh"
 
 #include "check.h"
 #include "rows.cuh"
@@ -11,32 +13,17 @@
 namespace hisparse {
 namespace {
 
-constexpr int kChunk = 256;      // entries of one partial result
 constexpr int kHeads = 8;        // heads a block serves
 constexpr int kAttentionThreads = 128;
 constexpr int kMaxDim = 1024;
 
-int chunks_of(int top_k) { return (top_k + kChunk - 1) / kChunk; }
-
-// Workspace: [T, chunks, H] of (maximum, sum), then [T, chunks, H, latent] of weighted sums.
-struct Partial {
-  float2* softmax;
-  float* sum;
-};
-
-Partial partial_of(const hs_attention_params& p) {
-  auto* const softmax = static_cast<float2*>(p.workspace);
-  const int64_t items = static_cast<int64_t>(p.queries) * chunks_of(p.top_k) * p.heads;
-  return {softmax, reinterpret_cast<float*>(softmax + items)};
-}
-
 template <int kQueryFormat, int kRowFormat>
 __global__ void __launch_bounds__(kAttentionThreads) partial_kernel(const hs_attention_params p, const Partial out) {
-  __shared__ int32_t location[kChunk];
-  __shared__ float score[kHeads][kChunk];
+  __shared__ int32_t location[kPlainChunk];
+  __shared__ float score[kHeads][kPlainChunk];
   extern __shared__ float query[];  // [kHeads][dim]
   const int t = blockIdx.z, chunk = blockIdx.y, head = blockIdx.x * kHeads, heads = min(kHeads, p.heads - head);
-  const int start = chunk * kChunk, entries = min(kChunk, p.top_k - start);
+  const int start = chunk * kPlainChunk, entries = min(kPlainChunk, p.top_k - start);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int bytes = row_bytes(kRowFormat, p.dim), query_bytes = row_bytes(kQueryFormat, p.dim);
   const auto* const rows = static_cast<const uint8_t*>(p.rows);
@@ -66,7 +53,7 @@ __global__ void __launch_bounds__(kAttentionThreads) partial_kernel(const hs_att
 #pragma unroll
     for (int h = 0; h < kHeads; ++h) {
       for (int step = 16; step > 0; step /= 2) dot[h] += __shfl_xor_sync(~0u, dot[h], step);
-      if (lane == h && h < heads) score[h][i] = dot[h] * p.scale;
+      if (lane == h && h < heads) score[h][i] = dot[h] * (p.scale * kLog2E);
     }
   }
   __syncthreads();
@@ -79,7 +66,7 @@ __global__ void __launch_bounds__(kAttentionThreads) partial_kernel(const hs_att
     }
     for (int step = 16; step > 0; step /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
     for (int i = lane; i < entries; i += 32) {
-      const float weight = location[i] >= 0 ? expf(score[h][i] - most) : 0.0f;
+      const float weight = location[i] >= 0 ? exp2f(score[h][i] - most) : 0.0f;
       score[h][i] = weight;
       sum += weight;
     }
@@ -116,7 +103,7 @@ __global__ void __launch_bounds__(kAttentionThreads) merge_kernel(const hs_atten
   }
   for (int c = 0; c < chunks; ++c) {
     const float2 part = in.softmax[(static_cast<int64_t>(t) * chunks + c) * p.heads + h];
-    if (part.y > 0) sum += part.y * expf(part.x - most);
+    if (part.y > 0) sum += part.y * exp2f(part.x - most);
   }
   const int64_t row = (static_cast<int64_t>(t) * p.heads + h) * p.latent;
   for (int d = threadIdx.x; d < p.latent; d += kAttentionThreads) {
@@ -125,7 +112,7 @@ __global__ void __launch_bounds__(kAttentionThreads) merge_kernel(const hs_atten
       const int64_t item = (static_cast<int64_t>(t) * chunks + c) * p.heads + h;
       const float2 part = in.softmax[item];
       // A chunk that holds nothing, or all of whose weights vanished, says nothing.
-      if (part.y > 0) value += in.sum[item * p.latent + d] * expf(part.x - most);
+      if (part.y > 0) value += in.sum[item * p.latent + d] * exp2f(part.x - most);
       if (isnan(part.y)) value = part.y;
     }
     value = sum == 0 ? value : value / sum;
@@ -139,12 +126,9 @@ __global__ void __launch_bounds__(kAttentionThreads) merge_kernel(const hs_atten
 
 template <int kQueryFormat, int kRowFormat>
 int launch(const hs_attention_params& p, cudaStream_t stream) {
-  const Partial partial = partial_of(p);
-  const int chunks = chunks_of(p.top_k);
-  const dim3 grid((p.heads + kHeads - 1) / kHeads, chunks, p.queries);
+  const dim3 grid((p.heads + kHeads - 1) / kHeads, chunks_of(p), p.queries);
   partial_kernel<kQueryFormat, kRowFormat>
-      <<<grid, kAttentionThreads, kHeads * p.dim * sizeof(float), stream>>>(p, partial);
-  merge_kernel<<<dim3(p.heads, p.queries), kAttentionThreads, 0, stream>>>(p, partial, chunks);
+      <<<grid, kAttentionThreads, kHeads * p.dim * sizeof(float), stream>>>(p, partial_of(p));
   return launched("hs_attention");
 }
 
@@ -159,11 +143,23 @@ int launch(const hs_attention_params& p, cudaStream_t stream) {
 }
 
 }  // namespace
+
+int chunks_of(const hs_attention_params& p) {
+  const int chunk = fits_mla(p) ? kMlaChunk : kPlainChunk;
+  return (p.top_k + chunk - 1) / chunk;
+}
+
+Partial partial_of(const hs_attention_params& p) {
+  auto* const softmax = static_cast<float2*>(p.workspace);
+  const int64_t items = static_cast<int64_t>(p.queries) * chunks_of(p) * p.heads;
+  return {softmax, reinterpret_cast<float*>(softmax + items)};
+}
+
 }  // namespace hisparse
 
 size_t hs_attention_workspace(const hs_attention_params* params) {
   const hs_attention_params& p = *params;
-  const size_t items = static_cast<size_t>(p.queries) * hisparse::chunks_of(p.top_k) * p.heads;
+  const size_t items = static_cast<size_t>(p.queries) * hisparse::chunks_of(p) * p.heads;
   return items * (sizeof(float2) + sizeof(float) * p.latent);
 }
 
@@ -184,11 +180,15 @@ int hs_attention(const hs_attention_params* params, hs_stream stream) {
   }
   HS_RANGE(p.store_rows, 0, INT64_MAX / 65536);
   if (p.queries == 0) return HS_OK;
-  HS_POINTER(p.query, p.query_format == HS_F32 ? 4 : 2);
-  HS_POINTER(p.rows, p.row_format == HS_F32 || p.row_format == HS_FP8_DS_MLA ? 4 : p.row_format == HS_BF16 ? 2 : 1);
+  const bool wide = fits_mla(p);  // rows and queries are read 16 bytes at a time
+  HS_POINTER(p.query, wide ? 16 : p.query_format == HS_F32 ? 4 : 2);
+  HS_POINTER(p.rows, wide ? 16 : p.row_format == HS_F32 || p.row_format == HS_FP8_DS_MLA ? 4 : p.row_format == HS_BF16 ? 2 : 1);
   HS_POINTER(p.locations, 4);
   HS_POINTER(p.out, p.out_format == HS_F32 ? 4 : 2);
   HS_POINTER(p.workspace, 256);
   const auto s = static_cast<cudaStream_t>(stream);
-  return p.query_format == HS_F32 ? launch<HS_F32>(p, s) : launch<HS_BF16>(p, s);
+  const int status = fits_mla(p) ? launch_mla(p, s) : p.query_format == HS_F32 ? launch<HS_F32>(p, s) : launch<HS_BF16>(p, s);
+  if (status) return status;
+  merge_kernel<<<dim3(p.heads, p.queries), kAttentionThreads, 0, s>>>(p, partial_of(p), chunks_of(p));
+  return launched("hs_attention: merge");
 }

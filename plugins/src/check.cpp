@@ -36,4 +36,6 @@ int launched(const char* call) {
 
 int hs_version(void) { return HS_VERSION; }
 
+const char* hs_architectures(void) { return HISPARSE_ARCHITECTURES; }
+
 const char* hs_last_error(void) { return message; }

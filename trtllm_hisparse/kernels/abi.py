@@ -157,15 +157,15 @@ def load() -> ctypes.CDLL:
         library = ctypes.CDLL(str(file))
     except OSError as error:
         raise RuntimeError(f"{file}: cannot be loaded: {error}") from None
-    library.hs_last_error.restype = c_char_p
     version = library.hs_version()
     if version != VERSION:
         raise RuntimeError(
             f"{file}: expected ABI version {VERSION}, got {version}; rebuild it with `make plugins`"
         )
-    missing = [name for name in (*_CALLS, *_WORKSPACES, "hs_copy_chunks") if not hasattr(library, name)]
+    missing = [name for name in (*_CALLS, *_WORKSPACES, "hs_copy_chunks", "hs_architectures") if not hasattr(library, name)]
     if missing:
         raise RuntimeError(f"{file}: lacks {', '.join(missing)}; run `make plugins` again")
+    library.hs_last_error.restype = library.hs_architectures.restype = c_char_p
     for name, params in _CALLS.items():
         getattr(library, name).argtypes = (POINTER(params), c_void_p)
     for name, params in _WORKSPACES.items():
@@ -187,6 +187,11 @@ _WORKSPACES: dict[str, type[_Params]] = {
     "hs_index_workspace": IndexParams,
     "hs_attention_workspace": AttentionParams,
 }
+
+
+def architectures() -> tuple[str, ...]:
+    """Compute capabilities the library was built for, as "90"."""
+    return tuple(load().hs_architectures().decode().split(","))
 
 
 def call(name: str, params: _Params, stream: int) -> None:
