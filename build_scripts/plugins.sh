@@ -2,6 +2,7 @@
 # Build build/libtrtllm_hisparse_plugins.so. Repeatable; only what changed is compiled again.
 # ARCH: compute capabilities, separated by commas (default 80,90,100,120); one is quick.
 # CUDACXX: nvcc, where it is neither on PATH nor in /usr/local/cuda.
+# TENSORRT_ROOT: a TensorRT installation, whose headers are used; else the system's, else those of a small PyPI package.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -14,6 +15,23 @@ fi
 for tool in cmake c++; do
     command -v "$tool" >/dev/null || { echo "plugins: no $tool on PATH" >&2; exit 1; }
 done
+
+# The PyPI package carries TensorRT 10.14's headers; nothing else of it is used.
+headers=build/tensorrt_headers
+system_headers=$(printf '#include <NvInferRuntime.h>\n' | c++ -E -x c++ -I/usr/local/cuda/include - >/dev/null 2>&1 && echo yes || true)
+if [ -z "${TENSORRT_ROOT:-}" ] && [ -z "$system_headers" ]; then
+    if [ ! -e "$headers/include/NvInferRuntime.h" ]; then
+        python=python3
+        [ ! -x .venv/bin/python ] || python=.venv/bin/python
+        rm -rf "$headers"
+        mkdir -p "$headers"
+        "$python" -m pip --disable-pip-version-check --no-input download --quiet --no-deps --dest "$headers" kernel-lens==2.0.1
+        "$python" -m zipfile -e "$headers"/kernel_lens-*.whl "$headers/wheel"
+        mv "$headers/wheel/kernel_lens/include/tensorrt" "$headers/include"
+        rm -rf "$headers/wheel" "$headers"/kernel_lens-*.whl
+    fi
+    export TENSORRT_ROOT=$PWD/$headers
+fi
 
 architectures=${ARCH:-80,90,100,120}
 generator=()

@@ -1,6 +1,8 @@
 """Shared test set-up."""
 
 import os
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -25,6 +27,36 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason=missing))
+
+
+@pytest.fixture(scope="session")
+def built_plugins():
+    """Path of the plugin library, built from this source for one compute capability if need be."""
+    nvcc = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
+    if nvcc is None:
+        pytest.skip("no nvcc")
+    root = Path(__file__).parents[1]
+    arch = os.environ.get("ARCH") or ",".join(built_for()) or "90"
+    done = subprocess.run(
+        ["build_scripts/plugins.sh"],
+        check=False,
+        cwd=root,
+        env=os.environ | {"ARCH": arch},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return root / "build" / abi.LIBRARY
+
+
+def built_for():
+    """Compute capabilities of the library that is there; none when it does not load."""
+    try:
+        return abi.architectures()
+    except RuntimeError:
+        return ()
+    finally:
+        abi.load.cache_clear()
 
 
 def why_no_gpu():

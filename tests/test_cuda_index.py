@@ -1,6 +1,5 @@
 """The indexer on the GPU: the CPU op's selections, bit for bit where the arithmetic is the same or exact."""
 
-
 import pytest
 import torch
 

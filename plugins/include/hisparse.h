@@ -40,10 +40,11 @@ enum hs_status { HS_OK = 0, HS_BAD_ARGUMENT = 1, HS_CUDA_ERROR = 2 };
  */
 enum hs_format { HS_F32 = 0, HS_BF16 = 1, HS_FP8 = 2, HS_FP8_DS_MLA = 3 };
 
-/* The loaded library's version and compute capabilities ("80,90"), and the message of this thread's last failed
- * call. */
+/* The loaded library: version, compute capabilities ("80,90"), TensorRT headers ("10.14.1") its plugins were compiled
+ * with. And the message of this thread's last failed call. */
 int hs_version(void);
 const char* hs_architectures(void);
+const char* hs_tensorrt_version(void);
 const char* hs_last_error(void);
 
 /* What a resolver call found, in int64 counters it adds to. */

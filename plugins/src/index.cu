@@ -223,11 +223,13 @@ __device__ void narrow(Select& s, const float* scores, int n, int shift, int bit
       if (threadIdx.x >= step) upto += other;
     }
     int before = upto - sum;
-    if (before < s.wanted && s.wanted <= upto) {
+    const int wanted = s.wanted;
+    __syncwarp();  // one lane is about to change it
+    if (before < wanted && wanted <= upto) {
       int bin = high;
-      while (before + static_cast<int>(s.bins[bin]) < s.wanted) before += s.bins[bin--];
+      while (before + static_cast<int>(s.bins[bin]) < wanted) before += s.bins[bin--];
       s.prefix = prefix << bits | bin;
-      s.wanted -= before;
+      s.wanted = wanted - before;
     }
   }
   __syncthreads();

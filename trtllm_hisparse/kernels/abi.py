@@ -162,10 +162,12 @@ def load() -> ctypes.CDLL:
         raise RuntimeError(
             f"{file}: expected ABI version {VERSION}, got {version}; rebuild it with `make plugins`"
         )
-    missing = [name for name in (*_CALLS, *_WORKSPACES, "hs_copy_chunks", "hs_architectures") if not hasattr(library, name)]
+    names = (*_CALLS, *_WORKSPACES, "hs_copy_chunks", "hs_architectures", "hs_tensorrt_version")
+    missing = [name for name in names if not hasattr(library, name)]
     if missing:
         raise RuntimeError(f"{file}: lacks {', '.join(missing)}; run `make plugins` again")
-    library.hs_last_error.restype = library.hs_architectures.restype = c_char_p
+    for name in ("hs_last_error", "hs_architectures", "hs_tensorrt_version"):
+        getattr(library, name).restype = c_char_p
     for name, params in _CALLS.items():
         getattr(library, name).argtypes = (POINTER(params), c_void_p)
     for name, params in _WORKSPACES.items():
@@ -192,6 +194,11 @@ _WORKSPACES: dict[str, type[_Params]] = {
 def architectures() -> tuple[str, ...]:
     """Compute capabilities the library was built for, as "90"."""
     return tuple(load().hs_architectures().decode().split(","))
+
+
+def tensorrt_version() -> str:
+    """Version of the TensorRT headers its plugins were compiled with."""
+    return str(load().hs_tensorrt_version().decode())
 
 
 def call(name: str, params: _Params, stream: int) -> None:
