@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import subprocess
+import sys
 
 import numpy
 import pytest
@@ -10,13 +12,16 @@ import torch
 from trtllm_hisparse import doctor
 from trtllm_hisparse.cli import main
 from trtllm_hisparse.config import GIB, MIB, HiSparseConfig
+from trtllm_hisparse.kernels import report
+from trtllm_hisparse.kernels.report import GpuReport, PluginReport
 from trtllm_hisparse.memory import available_bytes
 
 SERVER = doctor.Machine(
     python="3.11.9",
     torch="2.13.0",
     cuda="13.0",
-    gpu="a GPU",
+    gpu=GpuReport("a GPU", "9.0", 100 * GIB, None),
+    plugins=PluginReport("plugins.so", 1, "10.14.1", ("80", "90"), {"HiSparseResolve": True}, ()),
     packages=dict.fromkeys(doctor.PACKAGES, "1.26.4"),
     tritonserver="/opt/tritonserver/bin/tritonserver",
     triton_stub=True,
@@ -33,12 +38,45 @@ def missing(**changes):
     return {c.name: c.missing for c in found if not c.available}
 
 
-NOT_BUILT = {"engines on a GPU": ("this version has none: it serves on the CPU",)}
+NOT_BUILT = {"serving on a GPU": ("this version serves on the CPU; its kernels are called by tests alone",)}
 
 
 def test_a_full_machine_runs_all_there_is():
     assert missing() == NOT_BUILT
-    assert missing(gpu=None, cuda=None, nvcc=None) == NOT_BUILT
+
+
+def test_kernels_need_a_gpu_and_code_for_it():
+    none = GpuReport(None, None, None, "torch was built without CUDA")
+    assert missing(gpu=none, cuda=None) == NOT_BUILT | {"CUDA kernels": ("GPU: torch was built without CUDA",)}
+    for capability, runs in {"7.5": False, "8.0": True, "8.9": True, "9.0": True, "12.0": True}.items():
+        gpu = dataclasses.replace(SERVER.gpu, compute_capability=capability)
+        assert ("CUDA kernels" not in missing(gpu=gpu)) == runs
+    newer = dataclasses.replace(SERVER.plugins, architectures=("100", "120"))
+    [why] = missing(plugins=newer)["CUDA kernels"]
+    assert why == "plugins: built for 100, 120, this GPU is 90; run `make plugins ARCH=90`"
+
+
+def test_a_library_that_is_not_built():
+    none = PluginReport(None, None, None, (), {}, ("not found; build it with `make plugins`",))
+    assert missing(plugins=none) == NOT_BUILT | dict.fromkeys(("CUDA kernels", "TensorRT plugins"), none.missing)
+
+
+def test_without_a_registry_the_plugins_cannot_be_asked_for():
+    unasked = dataclasses.replace(SERVER.plugins, creators={}, missing=("no TensorRT registry",))
+    assert missing(plugins=unasked) == NOT_BUILT | {"TensorRT plugins": ("no TensorRT registry",)}
+
+
+def test_the_built_library_is_reported_with_its_creators(built_plugins):
+    pytest.importorskip("tensorrt_lean_bindings")
+    code = "import json, dataclasses; from trtllm_hisparse.kernels import report;"
+    code += "print(json.dumps(dataclasses.asdict(report.plugins())))"
+    run = [sys.executable, "-c", code]  # a process of its own: TensorRT's registry holds a library once
+    found = json.loads(subprocess.run(run, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
+    assert found["path"] == str(built_plugins)
+    assert found["version"] == 1
+    assert found["headers"].startswith("1")
+    assert found["creators"] == dict.fromkeys(report.PLUGINS, True)
+    assert found["missing"] == []
 
 
 def test_a_missing_client():
@@ -101,10 +139,11 @@ def test_this_machine(capsys):
     assert found["machine"]["torch"] == torch.__version__
     assert found["machine"]["packages"]["numpy"] == numpy.__version__
     assert found["machine"]["available_bytes"] > 0
-    assert found["machine"]["gpu"] is None or torch.cuda.is_available()
+    assert (found["gpu"]["missing"] is None) == torch.cuda.is_available()
+    assert (found["plugins"]["version"] is None) == (found["plugins"]["architectures"] == [])
     able = {c["name"]: c["available"] for c in found["capabilities"]}
     assert able["torch engine on the CPU, embedded"] is True
-    assert able["engines on a GPU"] is False
+    assert able["serving on a GPU"] is False
 
 
 def test_table(capsys):

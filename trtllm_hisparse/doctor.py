@@ -1,6 +1,7 @@
 """`trtllm-hisparse doctor`: what this machine can run, and what keeps it from running the rest.
 
-Nothing heavy is imported: packages are looked up, not loaded, apart from torch.
+Packages are looked up, not loaded, apart from torch, the plugin library and, to ask it for the plugins, a TensorRT
+runtime.
 """
 
 import argparse
@@ -20,6 +21,8 @@ from rich.console import Console
 from rich.table import Table
 
 from trtllm_hisparse.config import GIB, HiSparseConfig
+from trtllm_hisparse.kernels import report
+from trtllm_hisparse.kernels.report import GpuReport, PluginReport
 from trtllm_hisparse.memory import available_bytes
 
 PACKAGES = ("numpy", "tensorrt", "tensorrt_rtx", "tensorrt_llm", "pytriton", "tritonclient")
@@ -32,7 +35,8 @@ class Machine:
     """What was found. A package, tool or device that is not there is None.
 
     packages:         {module: version}, for each of `PACKAGES`.
-    gpu:              name of the first CUDA device.
+    gpu:              the first CUDA device, or why there is none.
+    plugins:          the plugin library, or why it cannot be used.
     cuda:             CUDA version torch was built with.
     triton_stub:      the nvidia-pytriton wheel has a Python stub for this Python.
     available_bytes:  memory this process may still take, container limits included.
@@ -41,7 +45,8 @@ class Machine:
     python: str
     torch: str
     cuda: str | None
-    gpu: str | None
+    gpu: GpuReport
+    plugins: PluginReport
     packages: Mapping[str, str | None]
     tritonserver: str | None
     triton_stub: bool
@@ -65,12 +70,12 @@ class Capability:
 # -- looking ----------------------------------------------------------------------------------------------
 def inspect() -> Machine:
     """Look at this machine."""
-    gpu = torch.cuda.is_available()
     return Machine(
         python=platform.python_version(),
         torch=torch.__version__,
         cuda=torch.version.cuda,
-        gpu=torch.cuda.get_device_name(0) if gpu else None,
+        gpu=report.gpu(),
+        plugins=report.plugins(),
         packages={name: _version(name) for name in PACKAGES},
         tritonserver=shutil.which("tritonserver"),
         triton_stub=_triton_stub(),
@@ -109,7 +114,9 @@ def capabilities(machine: Machine, config: HiSparseConfig) -> tuple[Capability, 
         Capability("torch engine on the CPU, embedded", _short_of(machine, config)),
         Capability("Triton server", _why_no_server(machine)),
         Capability("Triton client", _without(machine.packages, "tritonclient", "trtllm-hisparse[client]")),
-        Capability("engines on a GPU", ("this version has none: it serves on the CPU",)),
+        Capability("CUDA kernels", _why_no_kernels(machine)),
+        Capability("TensorRT plugins", machine.plugins.missing),
+        Capability("serving on a GPU", ("this version serves on the CPU; its kernels are called by tests alone",)),
     )
 
 
@@ -119,6 +126,21 @@ def _short_of(machine: Machine, config: HiSparseConfig) -> tuple[str, ...]:
     if machine.available_bytes >= need:
         return ()
     return (f"memory: the default pools need {need / GIB:.2f} GiB, {machine.available_bytes / GIB:.2f} available",)
+
+
+def _why_no_kernels(machine: Machine) -> tuple[str, ...]:
+    if machine.plugins.version is None:
+        return machine.plugins.missing
+    if machine.gpu.compute_capability is None:
+        return (f"GPU: {machine.gpu.missing}",)
+    have = int(machine.gpu.compute_capability.replace(".", ""))
+    built = [int(name) for name in machine.plugins.architectures]
+    # Machine code runs within its major version; the newest is there as PTX too.
+    if max(built) <= have or any(code // 10 == have // 10 and code <= have for code in built):
+        return ()
+    return (
+        f"plugins: built for {', '.join(map(str, built))}, this GPU is {have}; run `make plugins ARCH={have}`",
+    )
 
 
 def _why_no_server(machine: Machine) -> tuple[str, ...]:
@@ -155,7 +177,9 @@ def run(args: argparse.Namespace) -> int:
     found = capabilities(machine, HiSparseConfig())
     if args.json:
         able = [{"name": c.name, "available": c.available, "missing": c.missing} for c in found]
-        print(json.dumps({"machine": asdict(machine), "capabilities": able}))
+        machine_without = asdict(machine)
+        parts = {name: machine_without.pop(name) for name in ("gpu", "plugins")}
+        print(json.dumps({"machine": machine_without, **parts, "capabilities": able}))
     else:
         console = Console()
         console.print(_machine_table(machine))
@@ -168,14 +192,16 @@ def _machine_table(machine: Machine) -> Table:
     rows = {
         "Python": machine.python,
         "torch": f"{machine.torch}, {f'CUDA {machine.cuda}' if machine.cuda else 'no CUDA'}",
-        "GPU": machine.gpu,
+        "GPU": machine.gpu.name and f"{machine.gpu.name}, compute capability {machine.gpu.compute_capability}",
+        "plugin library": machine.plugins.path,
+        "plugins built for": ", ".join(machine.plugins.architectures),
         **machine.packages,
         "tritonserver on PATH": machine.tritonserver,
         "nvcc": machine.nvcc,
         "available memory": f"{machine.available_bytes / GIB:.1f} GiB",
     }
     for what, value in rows.items():
-        table.add_row(what, value or "none")
+        table.add_row(what, (value or "none").replace("[", r"\["))
     return table
 
 
