@@ -2,10 +2,11 @@
 
     python benchmarks/kernels.py [--quick] [--json FILE]
 
-Each point is the median over CUDA-graph replays; the floor is the larger of host bytes over the rate of a pinned bulk
-copy and device bytes over the rate of a device-to-device copy. Every resolver point is compared with the CPU op
-before it is timed. `resolve` is hs_resolve and hs_copy_rows for one member; a repetition starts from the same state,
-whose restoring is timed apart and taken off. All queries of a request select the same rows in different orders.
+Each point is the median over CUDA-graph replays; the floor is the larger of host bytes over the rate of a pinned
+bulk copy and device bytes over the rate of an elementwise kernel. Every resolver point is compared with the CPU op
+before it is timed. `resolve` is hs_resolve and hs_copy_rows for one member; a repetition starts from the same
+state, whose restoring is timed apart and taken off. All queries of a request select the same rows in different
+orders.
 """
 
 import argparse
@@ -56,9 +57,11 @@ class Rates:
     def measure(self):
         size = 1 << 28
         pinned = torch.empty(size, dtype=torch.uint8).pin_memory()
-        a, b = (torch.empty(16 * size, dtype=torch.uint8, device="cuda") for _ in range(2))
-        self.host = size / median_us(lambda: b[:size].copy_(pinned, non_blocking=True), inner=1)
-        self.device = 2 * a.nbytes / median_us(lambda: b.copy_(a), inner=1)
+        copy = torch.empty_like(pinned, device="cuda")
+        self.host = size / median_us(lambda: copy.copy_(pinned, non_blocking=True), inner=1)
+        a = torch.ones(1 << 30, device="cuda")
+        b = torch.empty_like(a)
+        self.device = 2 * a.nbytes / median_us(lambda: torch.add(a, 1, out=b), inner=1)
 
     def add(self, name, us, host_bytes, device_bytes, **point):
         floor = max(host_bytes / self.host, device_bytes / self.device)
@@ -175,10 +178,10 @@ def bench_attention(rates, queries, heads, name):
 
 def bench_index(rates, queries, context):
     pages = context // PAGE_ROWS
-    keys = torch.randn(pages, PAGE_ROWS, 128, device="cuda").bfloat16()
+    keys = torch.randn(queries * pages, PAGE_ROWS, 128, device="cuda", dtype=torch.bfloat16)
     query = torch.randn(queries, 32, 128, device="cuda").bfloat16()
     weight = torch.randn(queries, 32, device="cuda")
-    table = torch.stack([torch.randperm(pages, device="cuda").int() for _ in range(queries)])
+    table = torch.randperm(queries * pages, device="cuda").int().view(queries, pages)
     cu = torch.arange(queries + 1, dtype=torch.int32, device="cuda")
     visible = torch.full((queries,), context, dtype=torch.int32, device="cuda")
     us = median_us(lambda: ops.index_top_k(query, weight, keys, table, cu, visible, TOP_K, 128**-0.5), inner=2)
