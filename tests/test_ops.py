@@ -1,5 +1,7 @@
 """The torch operators: schemas, fake implementations, and the CPU ones against what they wrap."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -34,6 +36,46 @@ def test_resolve_on_cpu_is_the_oracle_with_a_plan_per_request():
     assert np.array_equal(x.owners, y.owners)
 
 
+def promoted(device, last):
+    """A resolution that stages rows and its promotion, by the operators and by the oracle."""
+    rng = np.random.default_rng(7)
+    x = make(
+        rng.integers(-1, 60, (7, 6)),
+        hot_rows=8,
+        cu=[0, 3, 4, 7],
+        n_slots=4,
+        slots=[2, 0, 3],
+        stage_rows=20,
+        page_rows=2,
+    )
+    y = copy.deepcopy(x)
+    t = [tensor.to(device) for tensor in tensors(x)]
+    counters = torch.zeros(7, dtype=torch.int64, device=device)
+    plan = ops.resolve(*t, counters, 2, 20, 3)
+    state = [t[i] for i in (0, 1, 2, 3, 6, 7, 8, 9)]
+    got = ops.promote(plan, torch.tensor(last, dtype=torch.int32, device=device), *state, 2, 20)
+    want = oracle.promote(y, oracle.resolve(y).plan, np.array(last, np.int32))
+    assert got.count.tolist() == want.count.tolist()
+    at = np.concatenate([c * 6 + np.arange(n) for c, n in zip(x.cu_queries, want.count, strict=False)]).astype(int)
+    for name in ("row", "src", "dst"):
+        assert getattr(got, name).cpu().numpy()[at].tolist() == getattr(want, name).tolist()
+    assert t[7].tolist() == y.owners.tolist()
+    assert t[8].tolist() == y.lru.tolist()
+    return want.count.tolist()
+
+
+def test_promote_on_cpu_is_the_oracle():
+    counts = promoted("cpu", [1, -1, 6])
+    assert counts[0] > 0
+    assert counts[1] == 0
+    assert counts[2] > 0
+
+
+@pytest.mark.gpu
+def test_promote_on_cuda_is_the_oracle():
+    promoted("cuda", [2, 3, -1])
+
+
 def test_copy_rows_and_append_on_cpu():
     plan = ops.Plan(*(torch.tensor(v) for v in ([[0]], [9] * 4, [3, 0, 1, 7], [5, 0, 2, 7], [1, 1])))
     source, target = torch.arange(8.0)[:, None], torch.full((8, 1), -1.0)
@@ -52,13 +94,20 @@ def test_attention_on_cpu_is_attend():
     assert not got[1].any()
 
 
-@pytest.mark.parametrize("name", ["resolve", "copy_rows", "append", "index_top_k", "attention"])
+@pytest.mark.parametrize("name", ["resolve", "promote", "copy_rows", "append", "index_top_k", "attention"])
 def test_operators_are_registered_soundly(name):
     """Schemas state what is mutated, and fake implementations give the real shapes and dtypes."""
     x = make([[0, 1], [2, 2]], hot_rows=4)
     counters = torch.zeros(7, dtype=torch.int64)
     long = torch.tensor([1, 0])
     arguments = {
+        "promote": (
+            *(torch.zeros(4, dtype=dtype) for dtype in (torch.int32, torch.int64, torch.int64)),
+            *(torch.zeros(1, dtype=torch.int32) for _ in range(2)),
+            *(tensors(x)[i] for i in (0, 1, 2, 3, 6, 7, 8, 9)),
+            1,
+            4,
+        ),
         "resolve": (*tensors(x), counters, 1, 0, 2),
         "copy_rows": (
             long,

@@ -9,13 +9,14 @@ for all of them.
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch.library import custom_op
 
 from trtllm_hisparse.engine.attention import attend
 from trtllm_hisparse.engine.index_cpu import index_top_k as index_cpu
 from trtllm_hisparse.kernels import abi
-from trtllm_hisparse.resolver import ResolveInputs, cpu
+from trtllm_hisparse.resolver import CopyPlan, ResolveInputs, cpu, oracle
 
 _FORMATS = {torch.float32: abi.F32, torch.bfloat16: abi.BF16}
 
@@ -77,6 +78,48 @@ def resolve(
             stage_rows,
             max_width,
         )
+    )
+
+
+def promote(
+    plan: Plan,
+    last_query: Tensor,
+    selections: Tensor,
+    cu_queries: Tensor,
+    slots: Tensor,
+    visible: Tensor,
+    hot_table: Tensor,
+    owners: Tensor,
+    lru: Tensor,
+    stage_base: Tensor,
+    page_rows: int,
+    stage_rows: int,
+) -> Plan:
+    """Copy-back of a resolution's staged rows (`resolver.oracle.promote`); updates owners and lru in place.
+
+    plan and the tensors are those of the resolution. last_query: int32 [R], row of `selections` of each request's
+    last accepted query, -1 = none. Returns the copies from arena rows to hot rows, to be run with the stores as
+    their own sources; its locations are the resolution's.
+    """
+    return Plan(
+        plan.locations,
+        *torch.ops.hisparse.promote(
+            plan.row,
+            plan.src,
+            plan.dst,
+            plan.count,
+            last_query,
+            selections,
+            cu_queries,
+            slots,
+            visible,
+            hot_table,
+            owners,
+            lru,
+            stage_base,
+            page_rows,
+            stage_rows,
+        ),
     )
 
 
@@ -238,6 +281,129 @@ def _(
         counters=_address("counters", counters, torch.int64, len(abi.COUNTERS)),
     )
     abi.call("hs_resolve", params, _stream(selections))
+    return out
+
+
+# -- promote ----------------------------------------------------------------------------------------------
+def _copies_like(row: Tensor, src: Tensor, dst: Tensor, count: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return torch.empty_like(row), torch.empty_like(src), torch.empty_like(dst), torch.empty_like(count)
+
+
+@custom_op("hisparse::promote", mutates_args=("owners", "lru"), device_types="cpu")
+def _promote(
+    row: Tensor,
+    src: Tensor,
+    dst: Tensor,
+    count: Tensor,
+    last_query: Tensor,
+    selections: Tensor,
+    cu_queries: Tensor,
+    slots: Tensor,
+    visible: Tensor,
+    hot_table: Tensor,
+    owners: Tensor,
+    lru: Tensor,
+    stage_base: Tensor,
+    page_rows: int,
+    stage_rows: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    no_page = np.full((len(owners), 1), -1, np.int32)  # promotion looks at no page
+    inputs = ResolveInputs(
+        selections.numpy(),
+        cu_queries.numpy(),
+        slots.numpy(),
+        visible.numpy(),
+        no_page,
+        no_page,
+        hot_table.numpy(),
+        owners.numpy(),
+        lru.numpy(),
+        page_rows,
+        stage_base.numpy(),
+        stage_rows,
+    )
+    starts = cu_queries[:-1].long() * selections.shape[1]
+    used = torch.cat([torch.arange(n) + a for a, n in zip(starts.tolist(), count.tolist(), strict=True)])
+    given = CopyPlan(row[used].numpy(), src[used].numpy(), dst[used].numpy(), count.numpy())
+    got = oracle.promote(inputs, given, last_query.numpy())
+    out = _copies_like(row, src, dst, count)
+    out[3].copy_(torch.from_numpy(got.count))
+    at = torch.cat([torch.arange(n) + a for a, n in zip(starts.tolist(), got.count.tolist(), strict=True)])
+    for part, values in zip(out, (got.row, got.src, got.dst), strict=False):
+        part[at] = torch.from_numpy(values)
+    return out
+
+
+@_promote.register_fake
+def _(
+    row: Tensor,
+    src: Tensor,
+    dst: Tensor,
+    count: Tensor,
+    last_query: Tensor,
+    selections: Tensor,
+    cu_queries: Tensor,
+    slots: Tensor,
+    visible: Tensor,
+    hot_table: Tensor,
+    owners: Tensor,
+    lru: Tensor,
+    stage_base: Tensor,
+    page_rows: int,
+    stage_rows: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _copies_like(row, src, dst, count)
+
+
+@_promote.register_kernel("cuda")
+def _(
+    row: Tensor,
+    src: Tensor,
+    dst: Tensor,
+    count: Tensor,
+    last_query: Tensor,
+    selections: Tensor,
+    cu_queries: Tensor,
+    slots: Tensor,
+    visible: Tensor,
+    hot_table: Tensor,
+    owners: Tensor,
+    lru: Tensor,
+    stage_base: Tensor,
+    page_rows: int,
+    stage_rows: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    out = _copies_like(row, src, dst, count)
+    no_page = hot_table.data_ptr()  # promotion looks at no page
+    step = abi.ResolveParams(
+        requests=len(slots),
+        queries=selections.shape[0],
+        max_width=abi.MAX_WIDTH,
+        top_k=selections.shape[1],
+        slots=owners.shape[0],
+        pages=1,
+        hot_rows=owners.shape[1],
+        hot_pages=hot_table.shape[1],
+        page_rows=page_rows,
+        stage_rows=stage_rows,
+        selections=_address("selections", selections, torch.int32),
+        cu_queries=_address("cu_queries", cu_queries, torch.int32, len(slots) + 1),
+        slot_of=_address("slots", slots, torch.int32),
+        visible=_address("visible", visible, torch.int32, selections.shape[0]),
+        page_map=no_page,
+        host_map=no_page,
+        hot_table=_address("hot_table", hot_table, torch.int32),
+        owners=_address("owners", owners, torch.int32),
+        lru=_address("lru", lru, torch.int32, *owners.shape),
+        stage_base=_address("stage_base", stage_base, torch.int64, len(slots)),
+        plan=abi.Plan(row.data_ptr(), src.data_ptr(), dst.data_ptr(), count.data_ptr()),
+    )
+    params = abi.PromoteParams(
+        step=step,
+        last_query=_address("last_query", last_query, torch.int32, len(slots)),
+        promoted=abi.Plan(*(part.data_ptr() for part in out)),
+    )
+    abi.call("hs_promote", params, _stream(selections))
     return out
 
 
