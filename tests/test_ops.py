@@ -81,8 +81,13 @@ def test_copy_rows_and_append_on_cpu():
     source, target = torch.arange(8.0)[:, None], torch.full((8, 1), -1.0)
     ops.copy_rows(plan, torch.tensor([0, 1, 2]).int(), 2, [source], [target], torch.zeros(7, dtype=torch.int64))
     assert target[:, 0].tolist() == [-1, -1, 1, -1, -1, 3, -1, -1]
+    counters = torch.zeros(7, dtype=torch.int64)
+    broken = ops.Plan(*(torch.tensor(v) for v in ([[0]], [9] * 4, [-1, 8, 3, 7], [1, 2, 8, 7], [2, 2])))
+    ops.copy_rows(broken, torch.tensor([0, 1, 2]).int(), 2, [source], [target], counters)
+    assert target[:, 0].tolist() == [-1, -1, 1, -1, -1, 3, -1, 7]
+    assert counters.tolist() == [0, 0, 0, 0, 0, 0, 3]
     ops.append(torch.tensor([[5.0], [6.0], [7.0]]), torch.tensor([4, -1, 0]), target)
-    assert target[:, 0].tolist() == [7, -1, 1, -1, 5, 3, -1, -1]
+    assert target[:, 0].tolist() == [7, -1, 1, -1, 5, 3, -1, 7]
 
 
 def test_attention_on_cpu_is_attend():

@@ -423,8 +423,11 @@ def _copy_rows(
     parts = [slice(a, a + n) for a, n in zip(starts.tolist(), count.tolist(), strict=True)]
     source = torch.cat([src[part] for part in parts])
     target = torch.cat([dst[part] for part in parts])
+    inside = (source >= 0) & (source < min(map(len, sources)))
+    inside &= (target >= 0) & (target < min(map(len, destinations)))
+    counters[abi.COUNTERS.index("corrupt")] += int((~inside).sum())
     for a, b in zip(sources, destinations, strict=True):
-        b[target] = a[source]
+        b[target[inside]] = a[source[inside]]
 
 
 @_copy_rows.register_fake
