@@ -14,7 +14,7 @@ namespace {
 
 constexpr int kCopyThreads = 256;
 constexpr int kTileRows = 16;
-constexpr int kInFlight = 4;   // pieces per thread
+constexpr int kInFlight = 8;   // pieces per thread
 constexpr int kMaxBlocks = 264;
 
 // First request whose rows end after `row`; ends: shared [requests], ascending.
