@@ -84,23 +84,31 @@ def test_entries_outside_the_stores_are_counted_and_skipped():
     run([32, 32], [64], bad=[(3, (-1, 5)), (4, (5000, 6)), (5, (1, -7)), (6, (1, 3000)), (7, (2**40, 2**41))])
 
 
-def test_rows_past_two_gibibytes_and_two_gibielements():
-    """C10: source rows past 2^31 bytes in host memory, destinations past 2^31 elements."""
-    width, dst_rows = 656, (1 << 31) // 328 + 100
-    source = torch.empty((1 << 31) // width + 100, width, dtype=torch.uint8, pin_memory=True)
-    target = torch.empty(dst_rows, 328, dtype=torch.int16, device="cuda")
-    src = torch.tensor([len(source) - 1, len(source) - 60, 13])
-    dst = torch.tensor([dst_rows - 1, 13, dst_rows - 60])
-    source[src] = random_bytes((3, width), 3).cpu()
-    target[dst] = 0
-    plan = ops.Plan(
-        *[torch.empty(0)] * 2, src.cuda(), dst.cuda(), torch.tensor([3], dtype=torch.int32, device="cuda")
-    )
+def run_far(source, target, src, dst):
+    """Copies of a few rows between stores too large to fill."""
+    source[src] = random_bytes((len(src), source.shape[1]), 3).cpu()
+    target[dst.cuda()] = 0
+    count = torch.tensor([len(src)], dtype=torch.int32, device="cuda")
+    plan = ops.Plan(torch.empty(0), torch.empty(0), src.cuda(), dst.cuda(), count)
     cu = torch.tensor([0, 1], dtype=torch.int32, device="cuda")
-    ops.copy_rows(
-        plan, cu, 3, [source.view(torch.int16)], [target], torch.zeros(7, dtype=torch.int64, device="cuda")
-    )
-    assert torch.equal(target[dst.cuda()].cpu(), source[src].view(torch.int16))
+    ops.copy_rows(plan, cu, len(src), [source], [target], torch.zeros(7, dtype=torch.int64, device="cuda"))
+    assert torch.equal(target[dst.cuda()].cpu(), source[src])
+
+
+def test_rows_past_two_gibibytes_moved_byte_by_byte():
+    """C10: offsets past 2^31 in the unit the kernel counts in, on both sides."""
+    rows = (1 << 31) // 655 + 100
+    source = torch.empty(rows, 655, dtype=torch.uint8, pin_memory=True)
+    target = torch.empty(rows, 655, dtype=torch.uint8, device="cuda")
+    run_far(source, target, torch.tensor([rows - 1, rows - 60, 13]), torch.tensor([rows - 1, 13, rows - 60]))
+
+
+def test_destinations_past_two_gibi_16_byte_pieces():
+    """C10: a store of 32 GiB and more."""
+    rows = (1 << 31) // 72 + 100
+    target = torch.empty(rows, 1152, dtype=torch.uint8, device="cuda")
+    source = torch.empty(1000, 1152, dtype=torch.uint8, pin_memory=True)
+    run_far(source, target, torch.tensor([999, 0, 13]), torch.tensor([rows - 1, 13, rows - 60]))
 
 
 def test_copy_refusals_name_the_field():

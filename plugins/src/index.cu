@@ -188,9 +188,9 @@ __global__ void __launch_bounds__(kScoreThreads) tensor_score_kernel(const hs_in
   }
 }
 
-// Unsigned order = order of scores; the two zeros are equal.
+// Unsigned order = order of scores. A score is a sum that starts from +0, so it is never -0.
 __device__ __forceinline__ uint32_t ordered(float score) {
-  const uint32_t bits = __float_as_uint(score + 0.0f);
+  const uint32_t bits = __float_as_uint(score);
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
