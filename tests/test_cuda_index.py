@@ -213,6 +213,7 @@ def test_graph_replay_with_growing_lengths():
         ({"heads": 129}, r"heads: expected 1\.\.128"),
         ({"table_pages": 16385}, r"table_pages: expected 1\.\.16384, got 16385"),
         ({"key_format": abi.FP8_DS_MLA}, "key_format: expected HS_F32, HS_BF16 or HS_FP8, got 3"),
+        ({"key_format": abi.FP8, "page_rows": 7}, r"page_rows % 2: expected 0\.\.0, got 1"),
         ({"keys": 0}, "keys: expected a pointer, got null"),
         ({"weight": 2}, "weight: expected 4-byte alignment"),
         ({"workspace": 16}, "workspace: expected 256-byte alignment"),
@@ -230,7 +231,9 @@ def test_refusals_name_the_field(fields, says):
         "unordered",
         "workspace",
     )
-    given = {"top_k": 8, "dim": 128, "heads": 1, "table_pages": 1} | dict.fromkeys(pointers, 1 << 20)
-    params = abi.IndexParams(requests=1, queries=1, page_rows=64, key_pages=1, **(given | fields))
+    given = {"top_k": 8, "dim": 128, "heads": 1, "table_pages": 1, "page_rows": 64} | dict.fromkeys(
+        pointers, 1 << 20
+    )
+    params = abi.IndexParams(requests=1, queries=1, key_pages=1, **(given | fields))
     with pytest.raises(ValueError, match=says):
         abi.call("hs_index_top_k", params, 0)

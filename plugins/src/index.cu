@@ -188,9 +188,9 @@ __global__ void __launch_bounds__(kScoreThreads) tensor_score_kernel(const hs_in
   }
 }
 
-// Unsigned order = order of scores. A score is a sum that starts from +0, so it is never -0.
+// Unsigned order = order of scores; the two zeros are equal (a fused product that underflows can leave -0).
 __device__ __forceinline__ uint32_t ordered(float score) {
-  const uint32_t bits = __float_as_uint(score);
+  const uint32_t bits = __float_as_uint(score + 0.0f);
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
@@ -362,7 +362,10 @@ int hs_index_top_k(const hs_index_params* params, hs_stream stream) {
   HS_ONE_OF(p.query_format, "HS_F32 or HS_BF16", HS_F32, HS_BF16);
   HS_ONE_OF(p.key_format, "HS_F32, HS_BF16 or HS_FP8", HS_F32, HS_BF16, HS_FP8);
   HS_RANGE(p.key_pages, 0, INT32_MAX);
-  if (p.key_format == HS_FP8) HS_RANGE(p.dim % 8, 0, 0);
+  if (p.key_format == HS_FP8) {
+    HS_RANGE(p.dim % 8, 0, 0);
+    HS_RANGE(p.page_rows % 2, 0, 0);  // keys are read 8 bytes at a time, and a page ends with its scales
+  }
   if (p.queries == 0) return HS_OK;
   HS_POINTER(p.query, p.query_format == HS_F32 ? 4 : 16);
   HS_POINTER(p.weight, 4);
