@@ -197,9 +197,7 @@ def main():
         sys.exit("kernels.py: no CUDA device")
     rates = Rates()
     rates.measure()
-    print(
-        f"pinned bulk copy {rates.host / 1e3:.1f} GB/s, device copy {rates.device / 1e3:.0f} GB/s (read + written)"
-    )
+    print(f"pinned bulk copy {rates.host / 1e3:.1f} GB/s, device {rates.device / 1e3:.0f} GB/s read + written")
     backup = torch.empty(2048 * PAGE_ROWS, 1152, dtype=torch.uint8).pin_memory()
     quick = args.quick
     for row_bytes, rows in itertools.product((576, 656, 1152), (2048, 32768)):

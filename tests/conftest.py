@@ -32,9 +32,11 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(scope="session")
 def built_plugins():
     """Path of the plugin library, built from this source for one compute capability if need be."""
-    nvcc = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
-    if nvcc is None:
-        pytest.skip("no nvcc")
+    tools = {name: shutil.which(name) for name in ("nvcc", "cmake", "c++")}
+    tools["nvcc"] = tools["nvcc"] or shutil.which("nvcc", path="/usr/local/cuda/bin")
+    missing = [name for name, path in tools.items() if path is None]
+    if missing:
+        pytest.skip(f"cannot build the plugins: no {', '.join(missing)}")
     root = Path(__file__).parents[1]
     arch = os.environ.get("ARCH") or ",".join(built_for()) or "90"
     done = subprocess.run(
